@@ -67,9 +67,12 @@ class ShardedModel(TemplateLM):
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         """The greedy continuation of each text up to a stop text, all texts at once.
 
-        Each new token is one forward of the whole row, which works with every split.
+        Where splits leave no cache, each new token is one forward of the whole row.
         """
         answers = [self._begin(request) for request in requests]
+        if self._scorer.has_cache:
+            contexts = [answer.context for answer in answers]
+            self._scorer.extend(contexts, lambda i, new: self._extend(answers[i], new))
         while going := [answer for answer in answers if not answer.is_done]:
             rows = [Row([*answer.context, *answer.new, 0], 1) for answer in going]
             for answer, found in zip(going, self._scorer.score(rows), strict=True):
@@ -86,10 +89,11 @@ class ShardedModel(TemplateLM):
         context = (self.tok_encode(text) or [self.prefix_token_id])[-max(1, limit - most) :]
         return _Answer(context, [stops] if isinstance(stops, str) else list(stops), most)
 
-    def _extend(self, answer: "_Answer", new: int) -> None:
+    def _extend(self, answer: "_Answer", new: int) -> bool:
+        """Add a token. Returns whether the answer goes on."""
         if new == self.eot_token_id:
             answer.is_done = True
-            return
+            return False
         answer.new.append(new)
         decode = self._tokenizer.decode
         before = decode(answer.context)
@@ -99,6 +103,7 @@ class ShardedModel(TemplateLM):
             answer.text = answer.text[: min(ends)]
         is_full = len(answer.context) + len(answer.new) > self._scorer.sequence_length
         answer.is_done = bool(ends) or is_full or len(answer.new) >= answer.most
+        return not answer.is_done
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from megafrontier.common.errors import FatalError
 from megafrontier.data.sampling.samples import Batch
+from megafrontier.model.attention import KVCache
 from megafrontier.model.loss import IGNORE_INDEX
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.world import as_shared_error
@@ -21,7 +23,8 @@ HEADER = 2
 
 @dataclass(frozen=True)
 class Row:
-    """Ids of at most the model's sequence length + 1 tokens, of which the last `scored` count."""
+    """Ids of at most the model's sequence length + 1 tokens, of which the last `scored` count. With
+    0 they are to be continued."""
 
     ids: Sequence[int]
     scored: int
@@ -85,7 +88,7 @@ class RowScorer:
                 self._exchange([])
             else:
                 while rows := self._exchange([]):
-                    self._compute(rows)
+                    self._compute(rows) if rows[0].scored else self._decode(rows)
             self._mesh.world.raise_first(problem)
         except StopAsked:
             return None
@@ -112,6 +115,29 @@ class RowScorer:
             found |= zip(group, self._compute(sent), strict=True)
             self.is_computing = False
         return [found[i] for i in range(len(rows))]
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether `extend` is possible: only if each rank has all blocks and heads, and whole
+        rows."""
+        splits = self._mesh.splits
+        return splits.tensor == splits.context == splits.pipeline == 1
+
+    def extend(self, contexts: Sequence[Sequence[int]], add: Callable[[int, int], bool]) -> None:
+        """Call `add` with the number of a context and the most likely next token, as long as it
+        returns True, for each context. On rank 0 only, inside `run`.
+
+        Keys and values are cached. The rows of a micro-batch advance together, from the shortest
+        context on: to a longer one its own tokens are given.
+        """
+        order = sorted(range(len(contexts)), key=lambda i: -len(contexts[i]))
+        size = self._mesh.data_size * self._micro_batch
+        for start in range(0, len(contexts), size):
+            group = order[start : start + size]
+            rows = self._exchange([Row(contexts[i], 0) for i in group])
+            self.is_computing = True
+            self._decode(rows, [partial(add, i) for i in group])
+            self.is_computing = False
 
     def _exchange(self, rows: Sequence[Row]) -> list[Row]:
         """Rank 0's rows, on every rank."""
@@ -157,6 +183,32 @@ class RowScorer:
             sums.zero_()
         totals = mesh.world.total(sums.view(-1)).view_as(sums)[: len(rows)].tolist()
         return [RowScore(total, others == 0, round(best)) for total, others, best in totals]
+
+    @torch.no_grad()
+    def _decode(self, rows: Sequence[Row], adds: Sequence[Callable[[int], bool]] = ()) -> None:
+        """`extend` of rows that all ranks have. `adds`: of each row, on rank 0. All ranks call
+        it."""
+        mesh, model, going = self._mesh, self._runner.model, set(range(len(adds)))
+        own = [list(row.ids) for row in rows[mesh.data_rank :: mesh.data_size] or rows[:1]]
+        dtype = next(model.parameters()).dtype
+        cache = KVCache(model.config, batch=len(own), dtype=dtype, device=mesh.device)
+        shortest = min(len(row.ids) for row in rows)
+        new = [ids[:shortest] for ids in own]
+        while True:
+            if self._stops():
+                raise StopAsked
+            logits = model(torch.tensor(new, device=mesh.device), cache=cache, last_only=True)
+            found, at = logits[:, -1].argmax(-1), cache.length
+            best = torch.zeros(len(rows), dtype=torch.int64, device=mesh.device)
+            if mesh.data_rank < len(rows):
+                best[mesh.data_rank :: mesh.data_size] = found
+            likeliest = mesh.world.total(best).tolist()
+            going = {i for i in going if at < len(rows[i].ids) or adds[i](likeliest[i])}
+            self._heartbeat()
+            if not mesh.world.maximum(torch.tensor([len(going)], device=mesh.device)).item():
+                return
+            pairs = zip(own, found.tolist(), strict=True)
+            new = [[ids[at] if at < len(ids) else token] for ids, token in pairs]
 
     def _own(self, batch: Batch, values: Tensor) -> Tensor:
         return self._runner.model.own_part(values, batch.documents).flatten()

@@ -64,6 +64,42 @@ def test_scores_of_rows_are_those_of_one_model(config_file, sizes, overrides):
         assert row.scored > 1 or score.likeliest == likeliest
 
 
+@pytest.mark.parametrize(
+    ("sizes", "overrides"),
+    [((2, 2), ["parallel.expert=2", *MOE]), ((1,), ["train.micro_batch=8", "model.kv_heads=1"])],
+)
+def test_continuations_with_a_cache_are_those_of_one_model(config_file, sizes, overrides):
+    config = runs.load(config_file, *overrides, "machine=laptop")
+    contexts, most = [row.ids[:-1] for row in ROWS], [1 + i % 4 for i in range(len(ROWS))]
+
+    def body(mesh):
+        with runs.open_trainer(config, mesh) as trainer:
+            scorer, found = RowScorer(trainer.runner, mesh, 16, config.train.micro_batch), {}
+
+            def add(i, token):
+                new = found.setdefault(i, [])
+                new.append(token)
+                return len(new) < most[i] and len(contexts[i]) + len(new) <= 16
+
+            assert scorer.has_cache
+            scorer.run(lambda: scorer.extend(contexts, add))
+            return found
+
+    splits = resolve_plan(config, make_levels(sizes).ranks).shape.splits
+    first, *others = run_mesh(sizes, body, splits=splits)
+    assert others == [{}] * len(others)
+    model = GPT(config.model)
+    initialise(model, config.run.seed)
+    model.eval()
+    for i, context in enumerate(contexts):
+        text = list(context)
+        for token in first[i]:
+            with torch.no_grad():
+                assert model(torch.tensor([text]))[0, -1].argmax() == token
+            text.append(token)
+        assert len(first[i]) == min(most[i], 17 - len(context))
+
+
 def refuse(scorer):
     scorer.score(ROWS[:1])
     raise UserError("asked for by a task")

@@ -9,7 +9,7 @@ from tests import runs
 
 SIZES = ("model.hidden=32", "model.ffn_hidden=64", "train.precision=bf16", "train.micro_batch=8")
 FP8 = "train.linear_precision=fp8"
-STEPS = ("train.steps=12", *runs.ONE)
+STEPS = ("train.steps=8", *runs.ONE)
 
 SHORT = "train.stop_at=3"
 
