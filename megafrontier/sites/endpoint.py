@@ -107,6 +107,7 @@ class Endpoint:
     def close(self) -> None:
         """End all threads and connections."""
         self.fetcher.close()
+        self.rounds.close()
         self._server.close()
         for site in self._sites.values():
             site.close()

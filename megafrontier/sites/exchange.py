@@ -5,12 +5,12 @@ Every `sites.spacing` steps each site offers how one fragment of its weights has
 All ranks of a site do the same in the same step.
 """
 
-import hashlib
 import itertools
 import json
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -18,55 +18,27 @@ import torch
 from torch import Tensor
 
 from megafrontier.common.errors import PeersLost, need
-from megafrontier.config import Config
 from megafrontier.config.sites import SitesConfig
-from megafrontier.partition.unit import Unit
 from megafrontier.sites.copying import SiteCopy
 from megafrontier.sites.directory import copy_overlap
 from megafrontier.sites.endpoint import Endpoint
 from megafrontier.sites.fetch import Part
 from megafrontier.sites.meeting import PAUSE_SECONDS, meet, wait_for_others
 from megafrontier.sites.outer import Outer, common_rows, mean_change
-from megafrontier.sites.rounds import Decision, Report, common_checksum, describe_absent
+from megafrontier.sites.progress import Offer, Progress, fingerprint
+from megafrontier.sites.rounds import Decision, Report, common_checksum, describe
 from megafrontier.sites.transport import Header
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.step import StepResult, StepStats
 from megafrontier.training.trainer import Trainer
 
+QUIET_SECONDS = 5.0
+"""How long a site waits for others without a line in the log."""
 STOP_SECONDS = 5.0
 """How long a site that is asked to stop waits for the others at most."""
 DIFFERS = "the common weights differ"
 WAITS = "site_waits"
 """Metric: 1 if another site has waited for this one for long, else 0."""
-
-
-@dataclass
-class Offer:
-    """An exchange that has begun here."""
-
-    event: int
-    step: int
-    """After this optimizer step."""
-    tokens: float
-    """That the change comes from; 0: this site sends nothing."""
-
-
-@dataclass
-class Progress:
-    """Where a site is among the exchanges. A site that comes back takes it from another one."""
-
-    next_event: int
-    last_step: int
-    """The step after which the newest exchange began."""
-    versions: list[int]
-    """Exchanges of each fragment that are over."""
-    exchanged_at: list[int]
-    """The step of the last one of each fragment, the same at all sites."""
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Progress":
-        """From `asdict`, among other values."""
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
 
 class SiteExchange(Callback):
@@ -87,6 +59,8 @@ class SiteExchange(Callback):
         self._fresh_tokens = torch.zeros((), dtype=torch.float64, device=trainer.world.device)
         """Tokens since `_tokens` was brought up to date."""
         self._has_begun = self._is_waited_for = False
+        self._present: set[int] = set()
+        """Sites that took part in the last exchange."""
         self._final: int | None = None
         """After the last step, the checksum of all weights that the sites agreed on."""
         self._fingerprint = fingerprint(trainer.config, self.outer.units)
@@ -100,7 +74,8 @@ class SiteExchange(Callback):
         was, now = len(state_dict["versions"]), self._config.fragments
         need(was == now, "sites.fragments", now, f"need {was}, as in the checkpoint")
         self._has_begun = True
-        self._offers = [Offer(**offer) for offer in state_dict["offers"]]
+        # What was held has to be fetched again.
+        self._offers = [Offer(**{**offer, "holds": ()}) for offer in state_dict["offers"]]
         self._tokens, self._progress = state_dict["tokens"], Progress.of(state_dict)
 
     # Start and end
@@ -172,6 +147,9 @@ class SiteExchange(Callback):
         is_due = spacing > 0 and step // spacing > self._progress.last_step // spacing
         if is_due or (spacing > 0 and self._is_waited_for):
             self._offer(trainer, step)
+        for offer in self._offers:
+            if len(offer.holds) <= len(self._endpoint.others):
+                self._announce(offer)
         while self._offers and self._offers[0].step + self._config.delay <= trainer.step + 1:
             self._finish(trainer)
         if trainer.step + 1 >= trainer.config.train.steps:
@@ -232,6 +210,22 @@ class SiteExchange(Callback):
             self._offers.append(offer)
         self._endpoint.publish(offer.event, self.outer.encode(fragment))
         self._want()
+        self._announce(offer)
+
+    def _announce(self, offer: Offer) -> None:
+        """Tell the other sites which messages are here, beside the steps of the delay."""
+        holds = tuple(sorted(self._held(offer.event) | {self._config.number}))
+        if holds != offer.holds:
+            offer.holds = holds
+            report = self._report(offer)
+            if self._world.rank == 0:
+                self._endpoint.rounds.post(report)
+
+    def _report(self, offer: Offer) -> Report:
+        if offer.checksum is None:
+            offer.checksum = self._checksum([self.outer.fragment_of(offer.event)])
+        own = self._config.number
+        return Report(offer.event, own, offer.step, offer.tokens, offer.checksum, offer.holds)
 
     def _want(self) -> None:
         """Fetch what is needed now, and the next messages, which say whether others wait."""
@@ -242,15 +236,15 @@ class SiteExchange(Callback):
         """Wait for the decision about the oldest exchange, and follow it."""
         offer, own = self._offers[0], self._config.number
         fragment = self.outer.fragment_of(offer.event)
-        checksum = self._checksum([fragment])
-        with trainer.engine.ledger.waiting("sites"):
-            decision = self._decide(offer, checksum)
-        if absent := describe_absent(decision, len(self._config.addresses)):
-            trainer.run_logger.info(f"sites: step {offer.step}: {absent}")
+        with trainer.engine.ledger.waiting("sites"), self._endpoint.fetcher.hurrying():
+            decision = self._decide(offer, trainer.run_logger.info)
+        sites = len(self._config.addresses)
+        if len(decision.tokens) < sites or self._present != decision.tokens.keys():
+            trainer.run_logger.info(f"sites: step {offer.step}: {describe(decision, sites)}")
+        self._present = set(decision.tokens)
         others = set(decision.tokens) - {own}
-        is_behind = decision.checksum != checksum or not others <= self._held(offer.event)
-        if is_behind and others:
-            differs = decision.checksum != checksum
+        differs = decision.checksum != offer.checksum
+        if others and (differs or not others <= self._held(offer.event)):
             why = DIFFERS if differs else "messages of others are missing"
             self._adopt(trainer, sorted(others), why)
             return
@@ -265,13 +259,17 @@ class SiteExchange(Callback):
         ahead = max(0, decision.step - offer.step)
         trainer.step = min(trainer.step + ahead, trainer.last_step - 1)
 
-    def _decide(self, offer: Offer, checksum: int) -> Decision:
+    def _decide(self, offer: Offer, info: Callable[[str], None]) -> Decision:
         """The decision about an exchange, the same on all ranks."""
-        own = self._config.number
+        quiet_until = time.monotonic() + QUIET_SECONDS
         while True:
-            holds = tuple(sorted(self._held(offer.event) | {own}))
-            report = Report(offer.event, own, offer.step, offer.tokens, checksum, holds)
-            text = self._world.broadcast_from_rank_0(partial(self._resolve, report))
+            self._announce(offer)
+            if time.monotonic() > quiet_until:
+                missing = ", ".join(str(n) for n in self._endpoint.others if n not in offer.holds)
+                whom = f"site {missing}" if missing else "others to have all messages"
+                info(f"sites: step {offer.step}: waiting for {whom}")
+                quiet_until = math.inf
+            text = self._world.broadcast_from_rank_0(partial(self._resolve, self._report(offer)))
             if text:
                 return Decision.from_json(json.loads(text))
             time.sleep(PAUSE_SECONDS)
@@ -350,15 +348,3 @@ class SiteExchange(Callback):
             time.sleep(PAUSE_SECONDS)
         names = ", ".join(map(str, sources))
         raise PeersLost(f"sites: no weights from site {names}, start again")
-
-
-def fingerprint(config: Config, units: Sequence[Unit]) -> str:
-    """The same for sites that can train together."""
-    assert config.sites is not None
-    shared = asdict(config.sites)
-    for own in ("number", "secret", "deadline_seconds", "global_batches"):
-        del shared[own]
-    splits = asdict(config.parallel)
-    layouts = [(unit.name, unit.layout.entries) for unit in units]
-    text = repr((asdict(config.model), splits, shared, layouts, config.train.steps))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

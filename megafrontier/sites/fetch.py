@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -13,7 +14,9 @@ from megafrontier.partition.unit import Unit
 from megafrontier.sites.directory import Holding, RankEntry, entries_of, met_by
 from megafrontier.sites.transport import Client, Patience, SiteUnreachable
 
-PAUSE_SECONDS = 0.02
+PAUSE_SECONDS, HURRIED_SECONDS = 0.25, 0.02
+"""Between two looks for messages: beside training, which is not to be slowed down by them, and
+while training waits for them."""
 
 
 class Part(NamedTuple):
@@ -88,7 +91,7 @@ class Fetcher:
         self._found: dict[tuple[int, int], list[Part]] = {}
         self._first_seen: dict[int, float] = {}
         self._patience = {site: Patience() for site in sites}
-        self._is_closed = threading.Event()
+        self._is_closed, self._is_hurried = threading.Event(), threading.Event()
         threading.Thread(target=self._run, daemon=True, name="sites").start()
 
     def want(self, events: set[int]) -> None:
@@ -116,12 +119,23 @@ class Fetcher:
             first = self._first_seen.get(event)
         return 0.0 if first is None else time.monotonic() - first
 
+    @contextmanager
+    def hurrying(self) -> Iterator[None]:
+        """Look for messages as often as possible inside."""
+        self._is_hurried.set()
+        try:
+            yield
+        finally:
+            self._is_hurried.clear()
+
     def close(self) -> None:
         """End the thread."""
         self._is_closed.set()
+        self._is_hurried.set()
 
     def _run(self) -> None:
-        while not self._is_closed.wait(PAUSE_SECONDS):
+        while not self._is_closed.wait(HURRIED_SECONDS):
+            self._is_hurried.wait(PAUSE_SECONDS)
             with self._lock:
                 missing = [
                     (event, site)

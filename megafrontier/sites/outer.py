@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megafrontier.config.sites import SitesConfig
+from megafrontier.partition.layout import SHARD_ALIGNMENT
 from megafrontier.partition.unit import Unit
 from megafrontier.partition.wires.registry import FORMATS, Codec
 
@@ -18,6 +19,8 @@ DECAY = 0.95
 arXiv:2603.08163)."""
 _WORD = 0x9E3779B97F4A7C15 - 2**64
 """A multiplier of checksums, as a signed number."""
+_WORDS = (torch.arange(SHARD_ALIGNMENT) * 0x9E3779B1 & 0x7FFFFFFF | 1).to(torch.int32)
+"""Odd multipliers of the elements of a row of a checksum."""
 
 
 def codec_of(wire: str) -> Codec:
@@ -159,9 +162,12 @@ class Outer:
         for index in self.fragments[fragment]:
             unit = self.units[index]
             if unit.counts:
-                start, stop = unit.range
-                places = torch.arange(start, stop, device=total.device) * _WORD + (2 * index + 1)
-                total += (self.weights[index].view(torch.int32).long() * (places | 1)).sum()
+                # Products wrap, and are odd multiples, so that each changed bit shows.
+                bits = self.weights[index].view(torch.int32).view(-1, SHARD_ALIGNMENT)
+                rows = (bits * _WORDS.to(bits.device)).sum(1)
+                first, stop = (at // SHARD_ALIGNMENT for at in unit.range)
+                places = torch.arange(first, stop, device=rows.device) * _WORD + 2 * index
+                total += (rows * (places | 1)).sum()
         return total
 
 

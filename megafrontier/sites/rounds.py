@@ -16,6 +16,8 @@ from typing import Any
 
 from megafrontier.sites.transport import Client, Header, Patience
 
+PAUSE_SECONDS = 0.25
+"""Between two looks for decisions beside training."""
 NO_CHECKSUM = -1
 """Differs from that of any weights."""
 KEPT = 64
@@ -78,6 +80,10 @@ class Rounds:
         self._heard = {number}
         """Sites that have reported since they were last left out."""
         self._patience = {site: Patience() for site in clients}
+        self._open: dict[int, Report] = {}
+        """Reports of this site about exchanges that are not decided."""
+        self._is_closed = threading.Event()
+        self._thread: threading.Thread | None = None
         self._reached = -1
         """The newest exchange that this site has come to."""
 
@@ -91,10 +97,29 @@ class Rounds:
         with self._lock:
             self._heard.add(site)
 
+    def post(self, report: Report) -> None:
+        """Resolve a report in a thread, in which it replaces an earlier one about its exchange."""
+        with self._lock:
+            self._open[report.event] = report
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True, name="sites")
+                self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed.set()
+
+    def _run(self) -> None:
+        while not self._is_closed.wait(PAUSE_SECONDS):
+            with self._lock:
+                reports = [self._open[event] for event in sorted(self._open)]
+            for report in reports:
+                self.resolve(report)
+
     def resolve(self, report: Report) -> Decision | None:
         """Report to the site that decides, or decide. None if it is too early. Call it again."""
         with self._lock:
-            self._reached = report.event
+            self._reached = max(self._reached, report.event)
             self._heard.add(self.number)
             if (known := self._decisions.get(report.event)) is not None:
                 return known
@@ -120,6 +145,7 @@ class Rounds:
         """Forget the decisions about this exchange and later ones: this site goes on with the
         weights of another one, for which they do not hold."""
         with self._lock:
+            self._open.clear()
             for taken in [found for found in self._decisions if found >= event]:
                 del self._decisions[taken]
 
@@ -178,8 +204,9 @@ class Rounds:
         event = self._events.get(decision.event, _Event())
         joined = {found.site for found in event.reports.values() if found.tokens == 0}
         self._heard = joined.union(decision.tokens)
-        for old in [event for event in self._events if event <= decision.event]:
-            del self._events[old]
+        for reports in (self._events, self._open):
+            for old in [event for event in reports if event <= decision.event]:
+                del reports[old]
         for old in [event for event in self._decisions if event <= decision.event - KEPT]:
             del self._decisions[old]
 
@@ -211,7 +238,13 @@ def _least_held(reports: Mapping[int, Report]) -> list[int]:
     return [max(lacks, key=lambda site: (lacks[site], site))] if lacks else []
 
 
-def describe_absent(decision: Decision, sites: int) -> str:
-    """One line about the sites that an exchange is without; empty if all take part."""
-    absent = [str(site) for site in range(sites) if site not in decision.tokens]
-    return f"exchange {decision.event} without site {', '.join(absent)}" if absent else ""
+def describe(decision: Decision, sites: int) -> str:
+    """One line about who takes part in an exchange."""
+    present, absent = list[str](), list[str]()
+    for site in range(sites):
+        (present if site in decision.tokens else absent).append(str(site))
+    of = (
+        f"sites {', '.join(present)}" if len(present) > 1 else f"site {' '.join(present) or 'none'}"
+    )
+    without = f", without site {', '.join(absent)}" if absent else ""
+    return f"exchange {decision.event} of {of}{without}"
