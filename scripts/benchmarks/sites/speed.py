@@ -34,14 +34,11 @@ def run(made: Links, options: argparse.Namespace, name: str, keys: str) -> list[
     folders, jobs = [folder / str(number) for number in range(SITES)], []
     for number, where in enumerate(folders):
         own = f"{{addresses: [{addresses}], secret: {secret}, number: {number}, {keys}}}"
-        arguments = ["train", options.config, "--nproc", "1", f"run.directory={where}"]
-        arguments += [
-            f"sites={own if keys else 'null'}",
-            "evaluate.batches=0",
-            "checkpoint.every=0",
-        ]
+        arguments = ["train", options.config, "--nproc", "1", *options.overrides]
+        arguments += ["evaluate.batches=0", "checkpoint.every=0", f"run.directory={where}"]
+        arguments += [f"sites={own if keys else 'null'}"]
         pinned = ("taskset", "-c", str(number))
-        jobs.append(Job(made, number, [*arguments, *options.overrides], folder, before=pinned))
+        jobs.append(Job(made, number, arguments, folder, before=pinned))
     if any(job.wait(PATIENCE_SECONDS) != 0 for job in jobs):
         raise SystemExit(f"{folder}: see output-N.txt there")
     return folders
@@ -63,7 +60,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=30)
     parser.add_argument("--keys", default="every: 30, fragments: 3, delay: 5, wire: int4")
     parser.add_argument("--out", type=Path, default=Path("runs/sites-speed"))
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     with exit_on_fatal_error("speed"):
         config = load_config(options.config, options.overrides)
     means = {}

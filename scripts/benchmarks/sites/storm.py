@@ -8,7 +8,8 @@ of a job (which is started again after some seconds), a stop of some seconds, a 
 link, or a link so slow that messages take seconds. In the storm one site runs half of the time.
 Needs root and Debian's iproute2. Prints the blows, what the logs of the sites say about exchanges,
 and the last validation losses beside those without blows. Ends with 1 if a job hangs or fails, if
-the common weights of two sites differ at the end, or if the loss is more than 0.5 % higher.
+the common weights of two sites differ at the end, or if the loss is more than 0.5 % higher. A
+complete run is not run again.
 """
 
 import argparse
@@ -55,22 +56,27 @@ def strike(made: Links, job: Job, number: int, kind: str, seconds: float) -> Non
         made.shape(FAST, [number])
 
 
-def run(made: Links, options: argparse.Namespace, name: str, batch: int) -> list[Path]:
-    """Train all sites to the end; `name` says whether in the storm. Returns their folders. Raises
-    SystemExit if one fails or hangs."""
+def run(
+    made: Links, options: argparse.Namespace, name: str, batch: int, folders: Sequence[Path]
+) -> None:
+    """Train all sites to the end; `name` says whether in the storm. Raises SystemExit if one fails
+    or hangs."""
     folder, is_storm = options.out / name, name == "storm"
     folder.mkdir(parents=True, exist_ok=True)
     secret = folder / "secret"
     secret.write_text("a secret for this storm\n")
     addresses = ", ".join(f"{made.address(n)}:{PORT}" for n in range(options.sites))
     shared = f"addresses: [{addresses}], secret: {secret}, {options.keys}"
-    folders = [folder / str(number) for number in range(options.sites)]
     jobs = []
     for number, where in enumerate(folders):
-        arguments = ["train", options.config, "--nproc", "1", f"run.directory={where}"]
-        arguments += [f"train.global_batch={batch}", f"sites={{{shared}, number: {number}}}"]
+        arguments = ["train", options.config, "--nproc", "1", *options.overrides]
+        arguments += [
+            f"run.directory={where}",
+            f"train.global_batch={batch}",
+            f"sites={{{shared}, number: {number}}}",
+        ]
         share = 0.5 if is_storm and number == options.half_speed else 1.0
-        jobs.append(Job(made, number, [*arguments, *options.overrides], folder, share))
+        jobs.append(Job(made, number, arguments, folder, share))
     if is_storm:
         blow(made, jobs, options)
     codes = [job.wait(options.patience) for job in jobs]
@@ -78,7 +84,6 @@ def run(made: Links, options: argparse.Namespace, name: str, batch: int) -> list
         for job in jobs:
             job.kill()
         raise SystemExit(f"{folder}: exit codes {codes} (None: hangs); see output-N.txt there")
-    return folders
 
 
 def blow(made: Links, jobs: Sequence[Job], options: argparse.Namespace) -> None:
@@ -133,7 +138,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keys", default="every: 10, deadline_seconds: 3", help="of `sites`")
     parser.add_argument("--out", type=Path, default=Path("runs/sites-storm"))
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     with exit_on_fatal_error("storm"):
         config = load_config(options.config, options.overrides)
     steps, batch = config.train.steps, config.train.global_batch // options.sites
@@ -142,7 +147,9 @@ def main() -> None:
         with links(options.sites) as made:
             made.shape(FAST)
             for name in ("quiet", "storm"):
-                folders = run(made, options, name, batch)
+                folders = [options.out / name / str(number) for number in range(options.sites)]
+                if any(read(folder, steps) is None for folder in folders):
+                    run(made, options, name, batch, folders)
                 ends[name] = last_losses(folders, steps)
                 same = have_same_weights(folders)
                 print(f"{name}: {describe(folders, ends[name])}; same weights: {same}", flush=True)
