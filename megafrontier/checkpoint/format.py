@@ -42,6 +42,8 @@ SLICE_ELEMENTS = 2**22
 
 BUFFER = "buffer"
 """The state of a module's buffers, which have no other."""
+OPTIMIZER = "optimizer."
+"""The names of buffers that belong to an optimizer begin with this."""
 
 
 class CheckpointCorrupt(UserError):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megafrontier.checkpoint.boxes import BoxEntry, with_boxes
-from megafrontier.checkpoint.format import BUFFER, Manifest
+from megafrontier.checkpoint.format import BUFFER, OPTIMIZER, Manifest
 from megafrontier.checkpoint.load import Checkpoint, global_shapes
 from megafrontier.checkpoint.requests import Request, requests_of
 from megafrontier.checkpoint.save import Attach, OwnShard, PendingSave
@@ -187,12 +187,12 @@ def _known_buffers(
     checkpoint: Checkpoint, buffers: Buffers, is_all_of_them: bool
 ) -> dict[str, torch.Tensor]:
     """Memory for the buffers that a checkpoint has. Raises UserError for one of another shape, and
-    for one that the model lacks if `is_all_of_them`."""
+    for one that the model lacks if `is_all_of_them`, unless it is of an optimizer."""
     found = {}
     for name in checkpoint.manifest.buffers:
         shape = tuple(checkpoint.manifest.tensors[name][0].entry.global_shape)
         own = tuple(buffers[name].shape) if name in buffers else None
-        if own is None and not is_all_of_them:
+        if own is None and (not is_all_of_them or name.startswith(OPTIMIZER)):
             continue
         if own != shape:
             has = "missing" if own is None else f"shape {list(own)}"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from megafrontier.checkpoint.format import BUFFER, CheckpointCorrupt
+from megafrontier.checkpoint.format import BUFFER, OPTIMIZER, CheckpointCorrupt
 from megafrontier.checkpoint.load import (
     Checkpoint,
     attached_problems,
@@ -52,7 +52,8 @@ def load_model(path: Path, config: Config, device: torch.device, state: str = "w
     check_state(checkpoint, state)
     checkpoint.fill([layout], {state: [flat]}, 0, 1)
     buffers = dict(model.named_buffers())
-    buffers |= checkpoint.tensors(BUFFER, checkpoint.manifest.buffers)
+    names = [name for name in checkpoint.manifest.buffers if not name.startswith(OPTIMIZER)]
+    buffers |= checkpoint.tensors(BUFFER, names)
     values = dict(zip(shapes, layout.views(flat), strict=True))
     values |= {name: buffer.to(device) for name, buffer in buffers.items()}
     model.load_state_dict(values, assign=True)

@@ -33,6 +33,7 @@ from megafrontier.config.model.scaling import ScalingConfig as ScalingConfig
 from megafrontier.config.optimizer import OptimizerConfig as OptimizerConfig
 from megafrontier.config.optimizer import OptimizerGroupConfig as OptimizerGroupConfig
 from megafrontier.config.optimizer import ScheduleConfig as ScheduleConfig
+from megafrontier.config.optimizer import SubspaceConfig as SubspaceConfig
 from megafrontier.config.schema import BatchWarmupConfig as BatchWarmupConfig
 from megafrontier.config.schema import CheckpointConfig as CheckpointConfig
 from megafrontier.config.schema import CheckpointingMode as CheckpointingMode

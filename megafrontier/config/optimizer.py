@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megafrontier.config.fields import bounded
+from megafrontier.config.fields import bounded, count
 
 
 @dataclass
@@ -13,8 +13,9 @@ class OptimizerGroupConfig:
     match: str = ""
     """The parameters: a kind (matrix, norm, bias, embedding, expert, router), a glob pattern of
     names, or both as `KIND:PATTERN`. `matrix:blocks.*` is all matrices but the head."""
-    name: Literal["adamw", "sgd", "muon"] | None = None
-    """Their optimizer. Default for this and the keys below: the key of `optimizer`."""
+    name: Literal["adamw", "sgd", "muon", "lsp"] | None = None
+    """Their optimizer. lsp: AdamW on the host in a subspace of each matrix (`optimizer.subspace`),
+    on one rank. Default for this and the keys below: the key of `optimizer`."""
     lr: float | None = bounded(None, at_least=0)
     """Learning rate at the end of the warm-up. The schedule, `min_lr` too, is that of
     `optimizer.lr` in proportion."""
@@ -28,6 +29,21 @@ class OptimizerGroupConfig:
     """Weight decay, also of the kinds in `no_decay`."""
     split_heads: bool | None = None
     """muon: orthogonalize each head of `attention.qkv` by itself."""
+
+
+@dataclass
+class SubspaceConfig:
+    """Of parameters with `name: lsp`."""
+
+    compression: float = bounded(4.0, at_least=1)
+    """How many times fewer bytes cross between device and host than if the fp32 gradient and the
+    16-bit weights did."""
+    nonzeros: int = count(4)
+    """Nonzeros in each row of the projectors."""
+    refit_every: int = count(100)
+    """Steps after which the projectors are fitted to the gradient, if its error exceeds `bias`."""
+    bias: float = bounded(0.3, at_least=0)
+    """Bound of the relative error of a gradient that is projected to the subspace and back."""
 
 
 @dataclass
@@ -58,6 +74,8 @@ class OptimizerConfig:
     the commands `evaluate`, `generate` and `export` take it with `--weights ema`. 0: none."""
     fused: Literal["torch", "apex", "none"] = "torch"
     """Fused AdamW: torch's, apex's (NVIDIA's or ROCm's, on an accelerator), or none."""
+    subspace: SubspaceConfig = field(default_factory=SubspaceConfig)
+    """The subspaces of parameters with `name: lsp`."""
     groups: list[OptimizerGroupConfig] = field(default_factory=list)
     """Parameters with another optimizer or other values. Those in no group have the ones above."""
 

@@ -15,6 +15,7 @@ STATES = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum_buffer",),
     "muon": ("momentum_buffer",),
+    "lsp": (),
 }
 """The states of each optimizer, by torch's names. They are fp32, one element per element."""
 
@@ -106,8 +107,8 @@ class OptimizerGroups:
         number = self.numbers[spec.name]
         group, (index, _) = self.groups[number], self._pairs[number // 2]
         key = "optimizer.name" if index < 0 else _key(index).removesuffix(".")
-        if group.optimizer == "muon":
-            _refuse_misfit(key, spec)
+        if group.optimizer in ("muon", "lsp"):
+            _refuse_misfit(key, group.optimizer, spec)
         if spec.ratio is not None:
             _refuse_unscaled(key, group, spec, spec.ratio)
         return group.optimizer, number
@@ -200,19 +201,20 @@ def _pair(config: OptimizerConfig, index: int, ratio: SizeRatio | None) -> Itera
         )
 
 
-def _refuse_misfit(key: str, spec: ParamSpec) -> None:
+def _refuse_misfit(key: str, optimizer: str, spec: ParamSpec) -> None:
     shape = "x".join(map(str, spec.shape))
-    if len(spec.shape) != (3 if spec.kind == "expert" else 2):
+    if len(spec.shape) != (3 if spec.kind == "expert" and optimizer == "muon" else 2):
         raise UserError(
-            f"{key}: muon, but {spec.name} has shape {shape}, need a matrix, or adamw or sgd for it"
+            f"{key}: {optimizer}, but {spec.name} has shape {shape}, need a matrix, or adamw or "
+            "sgd for it"
         )
 
 
 def _refuse_unscaled(key: str, group: OptimizerGroup, spec: ParamSpec, ratio: SizeRatio) -> None:
     """Refuse an optimizer without a rule for this parameter in other sizes of the model."""
     with_scaling = f"for {spec.name} with model.scaling"
-    if group.optimizer == "sgd":
-        raise UserError(f"{key}: sgd, need adamw or muon {with_scaling}")
+    if group.optimizer in ("sgd", "lsp"):
+        raise UserError(f"{key}: {group.optimizer}, need adamw or muon {with_scaling}")
     if group.optimizer == "muon" and ratio.role != "hidden":
         raise UserError(
             f"{key}: muon, but not both dimensions are widths, need adamw {with_scaling}"

@@ -13,6 +13,7 @@ from megafrontier.optim.groups import EMA, STATES, OptimizerGroups
 from megafrontier.optim.muon import ShardedMuon
 from megafrontier.optim.sgd import ShardedSGD
 from megafrontier.optim.sharded import Slice, merge_slices
+from megafrontier.optim.subspace import ShardedSubspace
 from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.comm.streams import DONE, Stream, make_stream
 from megafrontier.partition.offload import HostShard
@@ -66,11 +67,11 @@ class UnitOptimizers:
         takes the place of AdamW and SGD."""
         self._parts: list[tuple[UnitOptimizer, list[int]]] = []
         self.states: States = {}
-        self._hosts = [unit.host for unit in units if unit.host is not None]
+        self._hosts = {i: unit.host for i, unit in enumerate(units) if unit.host is not None}
         self._thread: Stream | None = None
-        if self._hosts:
-            self._thread = make_stream("update", self._hosts[0].memory)
-        for name, indices in _divided(units, bool(self._hosts)):
+        for host in list(self._hosts.values())[:1]:
+            self._thread = make_stream("update", host.memory)
+        for name, indices in _divided(units):
             own = [units[i] for i in indices]
             if elementwise is not None and name != "muon":
                 optimizer = elementwise(name, [unit.master for unit in own])
@@ -102,12 +103,12 @@ class UnitOptimizers:
             for average, master in zip(self._average, self._masters, strict=False):
                 average.copy_(master)
             self._is_averaging = True
+        for optimizer, indices in self._parts:
+            if indices[0] not in self._hosts:
+                optimizer.step([gradients[i] for i in indices], lr, divisor, skip)
+                self._update_averages(indices, skip)
         if self._thread is not None:
             self._start_updates(self._thread, gradients, lr, divisor, skip)
-            return
-        for optimizer, indices in self._parts:
-            optimizer.step([gradients[i] for i in indices], lr, divisor, skip)
-            self._update_averages(indices, skip)
 
     def _update_averages(self, indices: Iterable[int], skip: torch.Tensor) -> None:
         if self._average:
@@ -123,15 +124,14 @@ class UnitOptimizers:
         divisor: torch.Tensor,
         skip: torch.Tensor,
     ) -> None:
-        """Hand the updates of all units to the thread, first unit first."""
-        pairs = zip(self._hosts, gradients, strict=True)
-        received = [host.received(gradient) for host, gradient in pairs]
+        """Hand the updates of offloaded units to the thread, first unit first."""
+        received = {i: host.received(gradients[i]) for i, host in self._hosts.items()}
         # It is on the host after the gradients.
         numbers = AsyncHostCopy({"divisor": divisor.double(), "skip": skip.double()})
-        for optimizer, (i,) in self._parts:
-            host, gradient = self._hosts[i], received[i]
-            task = partial(self._update_on_host, optimizer, i, host, gradient, lr, numbers)
-            host.update = thread.run(task, DONE)
+        for optimizer, (i, *_) in self._parts:
+            if (host := self._hosts.get(i)) is not None:
+                task = partial(self._update_on_host, optimizer, i, host, received[i], lr, numbers)
+                host.update = thread.run(task, DONE)
 
     def _update_on_host(
         self,
@@ -148,31 +148,42 @@ class UnitOptimizers:
         host.round()
 
     @property
-    def _adamw(self) -> list[ShardedAdamW]:
-        return [part for part, _ in self._parts if isinstance(part, ShardedAdamW)]
+    def _counting(self) -> list[ShardedAdamW | ShardedSubspace]:
+        counting = ShardedAdamW | ShardedSubspace
+        return [part for part, _ in self._parts if isinstance(part, counting)]
 
     @property
     def steps(self) -> int:
-        """Number of AdamW's updates, which its bias correction needs; 0 without AdamW. Waits for
+        """Number of updates, which AdamW's bias correction needs; 0 without AdamW. Waits for
         the device, and for updates on the host."""
-        for host in self._hosts:
+        for host in self._hosts.values():
             host.update.wait()
-        return max((adamw.steps for adamw in self._adamw), default=0)
+        return max((optimizer.steps for optimizer in self._counting), default=0)
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """States of other shapes than the parameters', by name."""
+        found: dict[str, torch.Tensor] = {}
+        for optimizer, _ in self._parts:
+            if isinstance(optimizer, ShardedSubspace):
+                found |= optimizer.buffers
+        return found
 
     def restore(self, steps: int, has_average: bool = False) -> None:
         """Continue after `steps` updates. The `states` have been filled in place, the average only
         if `has_average`: otherwise it begins with the weights that there are."""
         self._is_averaging = has_average
-        for adamw in self._adamw:
-            adamw.restore(steps)
+        for optimizer in self._counting:
+            optimizer.restore(steps)
 
 
-def _divided(units: Sequence[Unit], into_units: bool) -> list[tuple[str, list[int]]]:
-    """The units by the name of their optimizer, or each by itself."""
-    if into_units:
-        return [(unit.optimizer, [i]) for i, unit in enumerate(units)]
-    names = dict.fromkeys(unit.optimizer for unit in units)
-    return [(name, [i for i, u in enumerate(units) if u.optimizer == name]) for name in names]
+def _divided(units: Sequence[Unit]) -> list[tuple[str, list[int]]]:
+    """The units by the name of their optimizer, and offloaded ones each by itself."""
+    found: dict[tuple[str, int | None], list[int]] = {}
+    for i, unit in enumerate(units):
+        key = unit.optimizer, None if unit.host is None else i
+        found.setdefault(key, []).append(i)
+    return [(name, indices) for (name, _), indices in found.items()]
 
 
 def group_slices(units: Sequence[Unit], groups: OptimizerGroups) -> list[tuple[int, list[Slice]]]:
@@ -211,6 +222,9 @@ def _make(
     if name == "muon":
         of = {parameter: groups.groups[number] for parameter, number in groups.numbers.items()}
         return ShardedMuon(units, of, tensor)
+    if name == "lsp":
+        of = {parameter: groups.groups[number] for parameter, number in groups.numbers.items()}
+        return ShardedSubspace(units, of, config.subspace)
     masters, common = [unit.master for unit in units], ("lr_scale", "weight_decay")
     if name == "sgd":
         return ShardedSGD(masters, _param_groups(units, groups, *common, "momentum"))

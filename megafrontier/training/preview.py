@@ -46,7 +46,9 @@ def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) ->
     """
     plan = resolve_plan(config, ranks)
     check_vocabulary(config)
-    optimizer_groups(config)  # refuses groups that do not fit
+    optimizers = optimizer_groups(config).by_optimizer()  # refuses groups that do not fit
+    if "lsp" in optimizers and ranks > 1:
+        raise UserError(f"optimizer.groups: lsp on {ranks} ranks, need 1 rank, or another name")
     for part in parts:
         loader = open_loader(config, part, 0, plan.shape.over(("data",)).ranks)
         if loader is not None:

@@ -22,6 +22,7 @@ from megafrontier.model.kernels.float8 import float8_of, use_float8
 from megafrontier.model.moe.balance import Balance
 from megafrontier.model.recompute.compile import start_workers
 from megafrontier.optim.gradients import LossScale
+from megafrontier.optim.groups import OptimizerGroups
 from megafrontier.optim.spikes import SpikeRule
 from megafrontier.optim.unit_optimizers import Elementwise, UnitOptimizers
 from megafrontier.parallel.mesh import Mesh
@@ -200,6 +201,7 @@ def build_model(
     connect = apply_splits(model, mesh, plan.activations, plan.tokens, pieces)
     if config.train.linear_precision is not None and reason_not_float8(mesh.world) is None:
         use_float8(model.trained_blocks(), float8_of(mesh.device))
+    groups = optimizer_groups(config)
     engine = shard(
         model,
         model.units(),
@@ -208,12 +210,12 @@ def build_model(
         dtype=DTYPES[config.train.precision],
         wires=plan.wires,
         error_feedback=plan.error_feedback,
-        rules=partial(_unit_rules, plan, mesh, DTYPES[config.train.precision]),
+        rules=partial(_unit_rules, plan, mesh, DTYPES[config.train.precision], groups),
         overlap=config.partition.overlap,
         prefetch=config.partition.prefetch,
         check_order=config.partition.check_order,
         initial=initial_values(config) if has_values else partial(_zeros, mesh.device),
-        groups=optimizer_groups(config).of,
+        groups=groups.of,
         stages=block_names(model, plan.division, mesh.pipeline_rank),
         is_offloaded=plan.is_offloaded,
     )
@@ -221,11 +223,14 @@ def build_model(
     return model, engine
 
 
-def _unit_rules(plan: RunPlan, mesh: Mesh, dtype: torch.dtype, spec: ParamSpec) -> UnitRules:
+def _unit_rules(
+    plan: RunPlan, mesh: Mesh, dtype: torch.dtype, groups: OptimizerGroups, spec: ParamSpec
+) -> UnitRules:
     state = plan.of(spec.axes)
     over, wires = mesh.hierarchy(spec.axes), state.wires
     wires = wires if over.crossed is None else wires.extended(over.crossed)
-    offloads = plan.is_offloaded
+    # lsp has masters on the device.
+    offloads = plan.is_offloaded and groups.of(spec)[0] != "lsp"
     return UnitRules(over, state.placement, wires, dtype, state.error_feedback, offloads)
 
 

@@ -137,7 +137,7 @@ def test_a_forward_waits_only_for_the_updates_of_its_units_and_those_prefetched(
 @pytest.mark.parametrize(
     ("chosen", "line"),
     [
-        ("optimizer.name=muon", "optimizer.name: muon, need adamw or sgd"),
+        ("optimizer.name=muon", "optimizer.name: muon, need adamw, sgd or lsp"),
         ("optimizer.groups=[{match: matrix, name: muon}]", "groups.0..name: muon, need adamw"),
         ("optimizer.fused=apex", "optimizer.fused: apex, need torch or none"),
         ("log.callbacks=[tests.training.test_offload.MoveMasters]", "may change masters"),

@@ -59,7 +59,7 @@ def start_saving(trainer: Trainer) -> PendingSave:
         trainer.engine,
         trainer.unit_states,
         lambda folder: save_cached_tokenizer(config.tokenizer, folder / "tokenizer"),
-        buffers=persistent_buffers(trainer.model),
+        buffers=persistent_buffers(trainer.model) | trainer.optimizer.buffers,
         step=trainer.step,
         tokens=trainer.tokens,
         config=config_to_dict(config),

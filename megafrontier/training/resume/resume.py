@@ -228,7 +228,10 @@ def _load_shards(trainer: Trainer, checkpoint: Checkpoint, is_start: bool = Fals
     check_model(trainer.config.model, checkpoint)
     if not weights_only:
         check_optimizer(trainer.config, checkpoint)
-    fill_shards(checkpoint, trainer.engine, states, _buffers_to_load(trainer, checkpoint))
+    buffers = _buffers_to_load(trainer, checkpoint)
+    if not weights_only:
+        buffers |= trainer.optimizer.buffers
+    fill_shards(checkpoint, trainer.engine, states, buffers)
 
 
 def _buffers_to_load(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
