@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._functorch import config as functorch
 
 BACKEND = "inductor"
+RECOMPILE_LIMIT = 64
 T = TypeVar("T")
 
 
@@ -26,6 +27,8 @@ def compiled(function: Callable[..., T]) -> Callable[..., T]:
     _prepare()
     # It warns on every rank that checkpointed code must not work in place. Ours does not.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    # Kinds of blocks times modes of activation checkpointing may be more graphs than its 8.
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     return torch.compile(function, backend=BACKEND, fullgraph=True, dynamic=False)
 
 

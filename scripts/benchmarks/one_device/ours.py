@@ -2,6 +2,7 @@
 
 import time
 from contextlib import closing, suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -20,8 +21,12 @@ from megafrontier.config import (
 from megafrontier.launch.context import join_machine
 from megafrontier.model.kernels.float8 import missing_float8
 from megafrontier.model.recompute.checkpointing import Mode
+from megafrontier.planner.auto import choose_layout
+from megafrontier.planner.simulation.rates import UNKNOWN
+from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.loop import run
+from megafrontier.training.plan import resolve_plan
 from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer, build_trainer
 from scripts.benchmarks.one_device.setting import BETAS, CLIP, LR, WEIGHT_DECAY, Setting
@@ -49,11 +54,15 @@ def ours(
     checkpointing: Mode = "none",
     linear_precision: Literal["fp8"] | None = None,
     offloaded: bool = False,
+    share: float | None = None,
 ) -> dict[str, float]:
-    """The framework's own loop, on one rank."""
+    """The framework's own loop, on one rank. With `share`, activation checkpointing is `auto`, and
+    the budget lies at this share of the way from what `block` needs to what `none` needs."""
     chosen = Setting(**setting)
     config = our_config(chosen, compiled, checkpointing, offloaded)
     config.train.linear_precision = linear_precision
+    if share is not None:
+        config = _with_budget(config, share)
     missing = missing_float8(device()) if linear_precision else None
     if missing is not None:
         raise Unable(missing)
@@ -64,6 +73,18 @@ def ours(
         with suppress(Finished), closing(trainer):
             run(trainer, [tick])
     return clock.figures() | {"loss": tick.loss}
+
+
+def _with_budget(config: Config, share: float) -> Config:
+    modes: tuple[Mode, Mode] = ("block", "none")
+    given = [replace(config.train, activation_checkpointing=mode) for mode in modes]
+    configs = [replace(config, train=train) for train in given]
+    least, most = (simulate(each, resolve_plan(each, 1), UNKNOWN).gib for each in configs)
+    memory = least + share * (most - least)
+    train = replace(config.train, activation_checkpointing="auto", memory_gib=memory)
+    found, lines = choose_layout(replace(config, train=train), 1)
+    print(*lines, flush=True)
+    return found
 
 
 class Tick(Callback):

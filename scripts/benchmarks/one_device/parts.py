@@ -9,7 +9,7 @@ Each variant runs in a process of its own, in turns, forward and backward togeth
 * documents: attention that is told where documents begin, with a dense mask, and causal over the
   whole row, at several lengths of documents;
 * checkpointing: a whole training step with each `train.activation_checkpointing`, plain and
-  compiled;
+  compiled; `auto` with a budget at 35 % and at 75 % of the way from `block` to `none`;
 * start: building the model and the first step, with blocks that are not compiled, and compiled with
   the compiler's cache empty, and full;
 * norm: RMSNorm as torch has it, compiled, and apex's where it is installed;
@@ -215,15 +215,17 @@ def checkpointing_tasks(out: Path) -> list[Task]:
     """Whole steps of one preset, with long enough rows for activations to matter."""
     setting = _setting(out, WARM_UP, STEPS)
     modes = [mode for mode in get_args(Mode) if ON_GPU or mode != "offload"]  # on a CPU it is block
+    variants: dict[str, dict[str, Any]] = {mode: {"checkpointing": mode} for mode in modes}
+    variants |= {f"auto at {share:.0%}": {"share": share} for share in (0.35, 0.75)}
     return [
         Task(
-            f"checkpointing: {_named(setting)}",
-            mode + ", compiled" * compiled,
+            f"checkpointing{', compiled' * compiled}: {_named(setting)}",
+            name,
             "scripts.benchmarks.one_device.ours:ours",
-            {"setting": asdict(setting), "compiled": compiled, "checkpointing": mode},
+            {"setting": asdict(setting), "compiled": compiled, **options},
         )
         for compiled in (False, True)
-        for mode in modes
+        for name, options in variants.items()
     ]
 
 
@@ -292,7 +294,7 @@ def table(results: Results) -> str:
 
 
 def _group_table(results: Results, group: str) -> str:
-    head = ["", "ms", "time over the first's", "added MiB"]
+    head = ["", "ms", "time over the first's", "CPU ms", "added MiB"]
     rows = [_row(results, group, name) for name in results.variants(group)]
     return f"## {group}\n\n{markdown(head, rows)}"
 
@@ -300,7 +302,7 @@ def _group_table(results: Results, group: str) -> str:
 def _row(results: Results, group: str, name: str) -> list[str]:
     skipped = results.skipped(group, name)
     if skipped:
-        return [name, skipped, "", ""]
+        return [name, skipped, "", "", ""]
     seconds = results.values(group, name, "step_seconds")
     first = results.values(group, results.variants(group)[0], "step_seconds")
     peaks, baselines = (results.values(group, name, f"{which}_bytes") for which in ("peak", "idle"))
@@ -309,6 +311,7 @@ def _row(results: Results, group: str, name: str) -> list[str]:
         name,
         spread([1e3 * value for value in seconds], ",.2f"),
         f"{statistics.median(seconds) / statistics.median(first):.2f}" if first else "",
+        spread([1e3 * value for value in results.values(group, name, "cpu_seconds")], ",.0f"),
         spread(added),
     ]
 

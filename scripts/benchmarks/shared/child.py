@@ -58,7 +58,7 @@ class Clock:
     def __init__(self, warm_up: int, steps: int) -> None:
         self._warm_up, self._steps = warm_up, steps
         self._count = 0
-        self._marks = [time.perf_counter()]
+        self._marks = [(time.perf_counter(), time.process_time())]
         self._held = held_bytes()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -73,14 +73,15 @@ class Clock:
         self._count += 1
         if self._count in (self._warm_up, self._warm_up + self._steps):
             synchronise()
-            self._marks.append(time.perf_counter())
+            self._marks.append((time.perf_counter(), time.process_time()))
 
     def figures(self) -> dict[str, float]:
-        """Mean seconds of a step, seconds until the warm-up was over, peak memory in bytes, and
-        what there was before the clock was made."""
-        start, warm, end = self._marks
+        """Mean seconds of a step, and of all cores, seconds until the warm-up was over, peak memory
+        in bytes, and what there was before the clock was made."""
+        (start, _), (warm, warm_cpu), (end, end_cpu) = self._marks
         return {
             "step_seconds": (end - warm) / self._steps,
+            "cpu_seconds": (end_cpu - warm_cpu) / self._steps,
             "warm_up_seconds": warm - start,
             "peak_bytes": peak_bytes(),
             "idle_bytes": self._held,
