@@ -6,6 +6,7 @@ also computes the gradients, so that backward needs no logits.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -239,6 +240,8 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left · right to the fp32 total."""
     if right.dtype == total.dtype:
         torch.addmm(total, left, right, out=total)
+    elif _adds_products(right.device, right.dtype):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     elif right.dtype == torch.float16:
         # The sum for a frequent id, times _FP16_SCALE, can exceed fp16's 65,504, and the loss scale
         # comes too late to help. So the smaller factor is divided by a power of two, mostly 1.
@@ -247,3 +250,17 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += (left @ (right / factor).to(right.dtype)).float().mul_(factor)
     else:
         total += left @ right
+
+
+@cache
+def _adds_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device's products of this type can be added to an fp32 matrix as they are
+    computed. Otherwise they are written, and read by an addition that also reads and writes the
+    matrix."""
+    ones = torch.ones(16, 16, dtype=dtype, device=device)
+    total = ones.float()
+    try:
+        torch.addmm(total, ones, ones, out_dtype=total.dtype, out=total)
+        return bool((total == 17).all())
+    except (RuntimeError, TypeError):  # not on this device, or not in this torch
+        return False

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafrontier.model.loss import ZLoss, linear_cross_entropy
+from megafrontier.model.loss import ZLoss, _add_product_, linear_cross_entropy
 
 VOCAB, ROWS, HIDDEN = 37, 48, 16
 
@@ -115,6 +115,17 @@ def test_weight_gradient_is_summed_in_fp32():
     loss = linear_cross_entropy(hidden, weight, targets, vocab_size=2, chunk_tokens=1)
     (gradient,) = torch.autograd.grad(loss, weight)
     assert gradient[1, 0].item() == 300.0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gpu_adds_products_to_the_weight_gradient_without_rounding_them(dtype):
+    total = torch.randn(64, 32, device="cuda")
+    left, right = torch.randn(64, 256, device="cuda"), torch.randn(256, 32, device="cuda")
+    left, right = left.to(dtype), right.to(dtype)
+    expected = total.double() + left.double() @ right.double()
+    _add_product_(total, left, right)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_without_targets_there_is_no_loss_and_no_gradient():

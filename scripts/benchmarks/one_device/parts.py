@@ -13,7 +13,8 @@ Each variant runs in a process of its own, in turns, forward and backward togeth
 * start: building the model and the first step, with blocks that are not compiled, and compiled with
   the compiler's cache empty, and full;
 * norm: RMSNorm as torch has it, compiled, and apex's where it is installed;
-* adamw: torch's fused, torch's own loop, and apex's where it is installed.
+* adamw: torch's fused, torch's own loop, and apex's where it is installed;
+* gate, rotary, product: see `pointwise`.
 
 On a GPU in bf16 and at sizes that fill it, on a CPU in fp32. "Added" is the peak above what the
 process held before the part ran: libraries and inputs, for checkpointing libraries alone.
@@ -40,6 +41,7 @@ from megafrontier.model.loss import linear_cross_entropy
 from megafrontier.model.positions import document_mask
 from megafrontier.model.recompute.checkpointing import Mode
 from megafrontier.optim.adamw import ShardedAdamW
+from scripts.benchmarks.one_device import pointwise
 from scripts.benchmarks.one_device.ours import ours
 from scripts.benchmarks.one_device.setting import PRESETS, Setting, write_corpus
 from scripts.benchmarks.shared.child import Unable, device, repeat
@@ -330,6 +332,7 @@ def main() -> None:
         *start_tasks(arguments.out),
         *norm_tasks(),
         *adamw_tasks(),
+        *pointwise.tasks(),
     ]
     with exit_on_fatal_error("parts"):
         wanted = chosen(tasks, arguments)
