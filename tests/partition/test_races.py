@@ -4,6 +4,8 @@ A CPU hides such races, because a task has usually run when the computation goes
 streams show them.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -45,11 +47,13 @@ def restore(engine):
 
 def train(hierarchy, strategy, name, error_feedback, precision, policy, steps, order=1):
     model, levels = TinyModel(tied=False), hierarchy.levels
+    placement = replace(Placement.named(strategy, levels), has_copy=strategy != "zero3")
     engine = shard(
-        model, model.units()[::order], Placement.named(strategy, levels), hierarchy,
+        model, model.units()[::order], placement, hierarchy,
         dtype=DTYPES[precision], overlap=policy, error_feedback=error_feedback,
         wires=preset(name, strategy, levels, precision),
     )  # fmt: skip
+    engine.pool.shards.keeps = False  # as on an accelerator
     optimizer = torch.optim.AdamW([unit.master for unit in engine.units], lr=0.02)
     between_steps = lambda: evaluate(model), lambda: restore(engine), lambda: None
     for between in between_steps[:steps]:
