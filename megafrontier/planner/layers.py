@@ -49,10 +49,12 @@ def _with_layers(config: Config, layers: int, ranks: int, rates: Rates | None) -
 def _between(fewer: Any, more: Any, times: float) -> Any:
     """The value on the line through two, which may lie in a dataclass or a mapping."""
     if isinstance(fewer, Simulated):
-        names = ["seconds", "flops", "sent", "exposed", "computing", "memory"]
-        names += ["worst_memory"] * (more.worst_memory is not None)
+        names = ["seconds", "flops", "sent", "exposed", "computing", "memories"]
+        names += ["worst_memories"] * (more.worst_memories is not None)
         pairs = {name: (getattr(fewer, name), getattr(more, name)) for name in names}
         return replace(more, **{name: _between(*pair, times) for name, pair in pairs.items()})
+    if isinstance(fewer, list):
+        return [_between(*pair, times) for pair in zip(fewer, more, strict=True)]
     if isinstance(fewer, dict):
         return {name: _between(fewer[name], more[name], times) for name in fewer}
     return fewer + times * (more - fewer)

@@ -22,11 +22,11 @@ from megafrontier.config import (
 )
 from megafrontier.planner.auto import choose_layout
 from megafrontier.planner.command import plan_command
-from megafrontier.planner.layers import simulate_blocks
+from megafrontier.planner.layers import SHALLOW, simulate_blocks
 from megafrontier.planner.search import search
 from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.training.plan import resolve_plan
-from tests.planner.test_memory import MACHINE, config_of
+from tests.planner.test_memory import GPU, MACHINE, config_of
 
 NODES = 2
 CATEGORIES = {
@@ -98,6 +98,20 @@ def test_a_deep_model_is_predicted_from_two_shallow_ones(attention: AttentionCon
     assert found.seconds == pytest.approx(whole.seconds, rel=1e-3)
     assert found.gib == pytest.approx(whole.gib, rel=1e-3)
     assert found.sent == pytest.approx(whole.sent)
+
+
+def test_the_peak_of_a_deep_model_may_lie_elsewhere_than_that_of_shallow_ones() -> None:
+    """On an accelerator: before the gradients of a shallow model, and with those of a deep one."""
+    changes = {"partition.strategy": "zero1", "train.activation_checkpointing": "block", **GPU}
+    config = config_of(changes)
+    config = replace(config, model=replace(config.model, vocab_size=800))
+    gradients = []
+    for layers in (SHALLOW[-1], 18):
+        deep = replace(config, model=replace(config.model, layers=layers))
+        whole = simulate(deep, resolve_plan(deep, 4))
+        gradients.append(whole.memory["gradients"])
+    assert gradients[0] == 0 < gradients[1]
+    assert simulate_blocks(deep, resolve_plan(deep, 4)).gib == pytest.approx(whole.gib, rel=1e-3)
 
 
 def test_a_window_costs_less_the_shorter_it_is() -> None:

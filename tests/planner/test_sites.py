@@ -12,7 +12,7 @@ from megafrontier.training.plan import resolve_plan
 from tests import runs
 
 SITES = SitesConfig(addresses=["a:1", "b:1", "c:1"], every=4, fragments=2, wire="fp32", secret="x")
-STEP = Simulated(2.0, 10, 1.0, 2, {"world": 5.0}, {"world": 0.0}, 2.0, {})
+STEP = Simulated(2.0, 10, 1.0, 2, {"world": 5.0}, {"world": 0.0}, 2.0, [{}])
 
 
 @pytest.fixture(scope="module")

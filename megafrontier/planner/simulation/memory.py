@@ -1,7 +1,8 @@
 """The memory that a simulated rank would need."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -9,14 +10,30 @@ ROUNDING = {True: 512, False: 64}
 """Bytes to which torch rounds the size of a block up, on an accelerator and on a CPU."""
 
 
+FEW = 2
+"""Gradient shards: fewer than the units of the shallow models that a deep one is predicted from."""
+
+
+class Peak(NamedTuple):
+    """Bytes of all tensors, and of the gradient shards among them."""
+
+    bytes: int = 0
+    gradients: int = 0
+
+
 class Memory:
-    """Bytes of the tensors that are alive, and their peak."""
+    """Bytes of the tensors that are alive, and their peaks.
+
+    peaks: while at most `FEW` gradient shards are held, and while more are. In backward,
+        activations become fewer and gradients more, so the peak is near its begin or its end. Both
+        grow by as much with each block.
+    """
 
     def __init__(self, rounding: int) -> None:
-        self.now = self.peak = 0
-        self.gradients: Callable[[], int] = lambda: 0
-        """Bytes of the gradient shards that are held now."""
-        self.gradients_at_peak = 0
+        self.now = 0
+        self.peaks = [Peak(), Peak()]
+        self.gradients: Callable[[], Sequence[int]] = lambda: ()
+        """Bytes of each gradient shard that is held now."""
         self._rounding = rounding
         self.has_host_tensors = False
         self._alive: dict[int, int] = {}
@@ -31,12 +48,18 @@ class Memory:
                 self._alive[storage._cdata] = size
                 weakref.finalize(storage, self._free, storage._cdata).atexit = False
                 self.now += size
-                if self.now > self.peak:
-                    self.begin_peak()
+                if self.now > min(self.peaks).bytes:
+                    self._note()
 
-    def begin_peak(self) -> None:
-        """Take what is held now as the peak."""
-        self.peak, self.gradients_at_peak = self.now, self.gradients()
+    def restart(self) -> None:
+        """Forget the peaks before now."""
+        self.peaks = [Peak(), Peak()]
+        self._note()
+
+    def _note(self) -> None:
+        shards = self.gradients()
+        which = len(shards) > FEW
+        self.peaks[which] = max(self.peaks[which], Peak(self.now, sum(shards)))
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Whether `move_to_host` had the tensor's storage."""

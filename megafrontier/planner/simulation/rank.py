@@ -16,7 +16,7 @@ from megafrontier.planner.simulation import codecs
 from megafrontier.planner.simulation.attention import attention_kernel
 from megafrontier.planner.simulation.clock import COMPUTE, Clock
 from megafrontier.planner.simulation.dry_run import DryLoader, dry_mesh, dry_trainer
-from megafrontier.planner.simulation.memory import ROUNDING, Memory
+from megafrontier.planner.simulation.memory import ROUNDING, Memory, Peak
 from megafrontier.planner.simulation.meter import Meter
 from megafrontier.planner.simulation.rates import Rates
 from megafrontier.planner.simulation.routing import Kind as RoutingKind
@@ -47,22 +47,32 @@ class Simulated:
     """Seconds by level during which the computation waited."""
     computing: float
     """Seconds of operations on the compute timeline."""
-    memory: dict[str, float]
-    """GiB by category, at the peak."""
-    worst_memory: dict[str, float] | None = None
-    """`memory` if the tokens of a mixture of experts go where they need the most."""
+    memories: list[dict[str, float]]
+    """GiB by category, at each of the peaks of `Memory`."""
+    worst_memories: list[dict[str, float]] | None = None
+    """The same if the tokens of a mixture of experts go where they need the most."""
     bubble: float = 0.0
     """Share of the step in which ranks of a pipeline wait for others, 0 to 1."""
 
     @property
+    def memory(self) -> dict[str, float]:
+        """GiB by category, at the peak."""
+        return max(self.memories, key=_total)
+
+    @property
+    def worst_memory(self) -> dict[str, float] | None:
+        """`memory` if the tokens of a mixture of experts go where they need the most."""
+        return None if self.worst_memories is None else max(self.worst_memories, key=_total)
+
+    @property
     def gib(self) -> float:
         """Bytes of all tensors at the peak, in GiB."""
-        return sum(self.memory.values())
+        return _total(self.memory)
 
     @property
     def worst_gib(self) -> float:
         """The same with the worst routing of tokens."""
-        return max(self.gib, sum((self.worst_memory or {}).values()))
+        return max(self.gib, _total(self.worst_memory or {}))
 
     @property
     def tokens_per_second(self) -> float:
@@ -78,6 +88,10 @@ class Simulated:
         """What takes the largest part of the step: `compute`, or the level it waits for."""
         parts = {"compute": self.computing, **self.exposed}
         return max(parts, key=lambda name: parts[name])
+
+
+def _total(memory: Mapping[str, float]) -> float:
+    return sum(memory.values())
 
 
 Prepare = Callable[[Trainer], object]
@@ -125,14 +139,14 @@ class Counted:
 
     def __init__(self, trainer: Trainer, meter: Meter) -> None:
         self.trainer, self._meter = trainer, meter
-        held, shards = meter.memory.now, trainer.engine.pool.shards
-        held -= shards.held_bytes
-        meter.memory.gradients = lambda: shards.held_bytes
-        meter.memory.begin_peak()
+        memory, units = meter.memory, trainer.engine.trained_units
+        memory.gradients = lambda: [u.gradient.nbytes for u in units if u.gradient.numel()]
+        memory.restart()
+        held = memory.now - sum(memory.gradients())
         self.marks = [self._mark()]
         start_step(trainer, heartbeat=lambda step: self.marks.append(self._mark()))
         self.marks.append(self._mark())
-        self._memory = _memory(trainer, meter.memory, held)
+        self._memories = [_memory(trainer, peak, held) for peak in memory.peaks]
 
     @property
     def loader(self) -> DryLoader:
@@ -162,17 +176,17 @@ class Counted:
             {name: total.get(f"sent {name}", 0.0) for name in names},
             {name: total.get(f"exposed {name}", 0.0) for name in names},
             total["computing"],
-            self._memory,
+            self._memories,
         )
 
 
-def _memory(trainer: Trainer, memory: Memory, before: int) -> dict[str, float]:
+def _memory(trainer: Trainer, peak: Peak, before: int) -> dict[str, float]:
     """`before`: bytes between two steps without gradients, which an accelerator does not keep."""
     engine, states, sites = trainer.engine, trainer.optimizer.states, trainer.config.sites
     elements = sum(unit.master.numel() for unit in engine.trained_units)
     held = {
         "weights": sum(unit.weights.nbytes for unit in engine.units),
-        "gradients": memory.gradients_at_peak,
+        "gradients": peak.gradients,
         "optimizer": 0
         if trainer.plan.is_offloaded
         else sum(u.master.nbytes for u in engine.units if not u.computes_with_masters)
@@ -182,9 +196,9 @@ def _memory(trainer: Trainer, memory: Memory, before: int) -> dict[str, float]:
         "buffers": engine.pool.held_bytes,
         "messages": engine.buffer_bytes - engine.pool.held_bytes,
     }
-    before += memory.gradients_at_peak
+    before += peak.gradients
     known = sum(held.values())
-    held["activations"] = memory.peak - max(before, known)
+    held["activations"] = max(peak.bytes - max(before, known), 0)
     held["other"] = max(before - known, 0)
     return {name: size / GIB for name, size in held.items()}
 

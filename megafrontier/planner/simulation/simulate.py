@@ -38,7 +38,7 @@ def simulate(
     if config.model.moe is None:
         return step
     worst = _simulate(config, plan, UNKNOWN, prepare, micro_batches, worst_routing(config))
-    return replace(step, worst_memory=worst.memory)
+    return replace(step, worst_memories=worst.memories)
 
 
 def _simulate(
