@@ -26,7 +26,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, get_args
@@ -45,6 +45,7 @@ from scripts.benchmarks.one_device import pointwise
 from scripts.benchmarks.one_device.ours import ours
 from scripts.benchmarks.one_device.setting import PRESETS, Setting, write_corpus
 from scripts.benchmarks.shared.child import Unable, device, repeat
+from scripts.benchmarks.shared.measuring import at_least
 from scripts.benchmarks.shared.rounds import (
     Results,
     Task,
@@ -213,9 +214,9 @@ def document_tasks() -> list[Task]:
     ]
 
 
-def checkpointing_tasks(out: Path) -> list[Task]:
+def checkpointing_tasks(out: Path, rows: int) -> list[Task]:
     """Whole steps of one preset, with long enough rows for activations to matter."""
-    setting = _setting(out, WARM_UP, STEPS)
+    setting = replace(_setting(out, WARM_UP, STEPS), batch=rows)
     modes = [mode for mode in get_args(Mode) if ON_GPU or mode != "offload"]  # on a CPU it is block
     variants: dict[str, dict[str, Any]] = {mode: {"checkpointing": mode} for mode in modes}
     variants |= {f"auto at {share:.0%}": {"share": share} for share in (0.35, 0.75)}
@@ -324,11 +325,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
+    parser.add_argument(
+        "--rows", type=at_least(1), default=16, help="sequences of a step, for checkpointing"
+    )
     arguments = parser.parse_args()
     tasks = [
         *loss_tasks(),
         *document_tasks(),
-        *checkpointing_tasks(arguments.out),
+        *checkpointing_tasks(arguments.out, arguments.rows),
         *start_tasks(arguments.out),
         *norm_tasks(),
         *adamw_tasks(),
