@@ -25,7 +25,10 @@ _TABLE = [
     ("norm reduction", r"normops|normtwoops|lpnorm|vector_norm|foreach_norm"),
     ("optimizer", r"adam|fusedsgd|fused_sgd"),
     ("matrix products", r"gemm|nvjet|cutlass|xmma|gemv|splitkreduce|cijk_|triton_tem"),
-    ("matrix products", r"^aten::(mm|addmm|bmm|baddbmm|_grouped_mm)$|^mkldnn::_linear|mkl_linear"),
+    (
+        "matrix products",
+        r"^aten::(addmm_?|baddbmm|b?mm|_scaled_mm|_(scaled_)?grouped_mm)$|mkl(dnn)?_linear",
+    ),
     ("loss", r"soft_?max|nll_loss|_scatter_gather|^aten::(scatter_add_?|gather|where)$"),
     ("gradient accumulation", r"functor(onself|onother)?_add<float>|^aten::add_$"),
     ("casts and copies", r"copy_kernel|memcpy|memset|fillfunctor|catarray|copybuffer|fillbuffer"),
@@ -38,10 +41,8 @@ _TABLE = [
     ("others", r"^aten::(expand|unsqueeze|squeeze|narrow|unbind|chunk|flatten|unflatten|_reshape)"),
     ("others", r"^aten::(to|type_as|_to_copy|contiguous|linear|matmul|result_type|resolve_|_has_)"),
     ("pointwise and norms", r"elementwise_kernel|reduce_kernel|layer_norm|rms_norm|dropout"),
-    ("pointwise and norms", r"^aten::(add|sub|rsub|mul|div|neg|pow|square|sqrt|rsqrt|exp|log)"),
-    ("pointwise and norms", r"^aten::(silu|sigmoid|gelu|tanh|sin|cos|mean|sum|amax|max|min|abs)"),
-    ("pointwise and norms", r"^aten::(clamp|eq|ne|lt|le|gt|ge|isfinite|logical|bitwise|maximum)"),
-    ("pointwise and norms", r"^aten::(_foreach_|__|reciprocal|native_|_fused_rms|linalg_)"),
+    # What is left of the operators of a CPU computes single elements.
+    ("pointwise and norms", r"^(aten|megafrontier)::"),
 ]
 _RULES = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _TABLE]
 
