@@ -18,6 +18,8 @@ from megafrontier.sites.transport import Client, Header, Patience
 
 PAUSE_SECONDS = 0.25
 """Between two looks for decisions beside training."""
+FEW_WAIT = 1.5
+"""How much longer than the deadline less than half of the sites wait for the others."""
 NO_CHECKSUM = -1
 """Differs from that of any weights."""
 KEPT = 64
@@ -182,7 +184,10 @@ class Rounds:
             event = self._events.setdefault(report.event, _Event())
             event.reports[report.site] = report
             self._heard.add(report.site)
-            is_late = time.monotonic() - event.began > self._deadline
+            # So that most sites decide first, whose work must not be lost for a lonely one's.
+            are_few = 2 * len(event.reports) < len(self._clients) + 1
+            deadline = self._deadline * (FEW_WAIT if are_few else 1)
+            is_late = time.monotonic() - event.began > deadline
             reports = list(event.reports.values())
             senders = {found.site for found in reports if found.tokens > 0}
             is_complete = self._heard <= event.reports.keys() and all(

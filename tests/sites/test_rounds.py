@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from megafrontier.sites.rounds import NO_CHECKSUM, Decision, Report, Rounds, decide
+from megafrontier.sites.transport import SiteUnreachable
 
 
 def report(site: int, holds=(0, 1, 2), checksum: int = 5, tokens: float = 10.0, step: int = 30):
@@ -77,3 +78,24 @@ def test_a_site_that_asks_about_a_forgotten_exchange_is_told_to_take_the_weights
     found = Decision.from_json(answer)
     assert found.checksum == NO_CHECKSUM
     assert list(found.tokens) == [0]
+
+
+class Cut:
+    """A client of a site that cannot be reached."""
+
+    def request(self, header):
+        raise SiteUnreachable("cut")
+
+
+def test_a_lonely_site_waits_longer_than_most_of_them() -> None:
+    rounds = Rounds(2, {0: Cut(), 1: Cut()}, deadline=10.0)  # type: ignore[dict-item]
+    for site in (0, 1):
+        rounds.hear(site)
+    own = report(2, (2,))
+    assert rounds.resolve(own) is None
+    rounds._events[4].began -= 12
+    assert rounds.resolve(own) is None
+    rounds._events[4].began -= 4
+    decision = rounds.resolve(own)
+    assert decision is not None
+    assert list(decision.tokens) == [2]
