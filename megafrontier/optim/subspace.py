@@ -22,6 +22,18 @@ FIT_ITERATIONS, FIT_LR = 60, 0.02
 CPU = torch.device("cpu")
 
 
+def _share(config: SubspaceConfig) -> float:
+    """Elements of a subspace as a share of a matrix's. Gradient and change cross in fp32, 8 bytes
+    an element. Without a subspace these are 4 and 2."""
+    return 6 / 8 / config.compression
+
+
+def subspace_bytes(numel: int, config: SubspaceConfig) -> int:
+    """Bytes on the host of the subspaces of matrices with `numel` elements in all: two moments,
+    gradient and change, in fp32."""
+    return int(16 * numel * _share(config))
+
+
 class Projector:
     """A sparse matrix [rows, columns] with as many nonzeros in each row.
 
@@ -60,8 +72,7 @@ class Subspace:
         seed: int,
     ) -> None:
         rows, columns = shape
-        # Gradient and change cross in fp32, 8 bytes an element. Without a subspace: 4 and 2.
-        share = sqrt(6 / 8 / config.compression)
+        share = sqrt(_share(config))
         self._sizes = max(1, int(rows * share)), max(1, int(columns * share))
         self._left = Projector(rows, self._sizes[0], config.nonzeros, device, seed)
         self._right = Projector(columns, self._sizes[1], config.nonzeros, device, seed + 1)

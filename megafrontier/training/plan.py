@@ -16,6 +16,7 @@ from megafrontier.model.gpt import GPT
 from megafrontier.model.kernels.float8 import MULTIPLE
 from megafrontier.model.moe.experts import EXPERT_AXES
 from megafrontier.optim.groups import OptimizerGroups, optimizer_itemsize
+from megafrontier.optim.subspace import subspace_bytes
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import DATA_PARALLEL, MeshShape, Splits
 from megafrontier.parallel.param_spec import spec_of
@@ -280,8 +281,10 @@ def rank_state_bytes(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -
     for (axes, name), numel in numels.items():
         placement, wires = plan.of(axes).placement, plan.of(axes).feedback_wires
         levels, kept = plan.shape.over(axes), master_itemsize(config, name)
-        is_away = plan.is_offloaded
+        is_away = plan.is_offloaded and name != "lsp"
         total.update(state_bytes(numel, placement, levels, itemsize, wires, kept, is_away))
+        if name == "lsp":
+            total["host"] += subspace_bytes(numel, config.optimizer.subspace)
     return total
 
 

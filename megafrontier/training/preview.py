@@ -161,7 +161,8 @@ def _summarize(config: Config, plan: RunPlan) -> str:
     splits = (f"{name} {size}" for name, size in asdict(plan.shape.splits).items() if size > 1)
     shards = ", ".join([*splits, shards])
     number = micro_batches_of(config, plan)
-    host = f"{host_gib(config, plan):.3g} in host memory, " if plan.is_offloaded else ""
+    on_host = host_gib(config, plan)
+    host = f"{on_host:.3g} in host memory, " if on_host else ""
     return (
         f"{sizes} = {levels.ranks} ranks; {shards}; per rank: "
         f"{state_gib(config, plan):.3g} GiB of state, {host}"

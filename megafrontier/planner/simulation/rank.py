@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import cast
@@ -182,15 +182,12 @@ class Counted:
 
 def _memory(trainer: Trainer, peak: Peak, before: int) -> dict[str, float]:
     """`before`: bytes between two steps without gradients, which an accelerator does not keep."""
-    engine, states, sites = trainer.engine, trainer.optimizer.states, trainer.config.sites
+    engine, sites = trainer.engine, trainer.config.sites
     elements = sum(unit.master.numel() for unit in engine.trained_units)
     held = {
         "weights": sum(unit.weights.nbytes for unit in engine.units),
         "gradients": peak.gradients,
-        "optimizer": 0
-        if trainer.plan.is_offloaded
-        else sum(u.master.nbytes for u in engine.units if not u.computes_with_masters)
-        + sum(_bytes(t for t in shards if t is not None) for shards in states.values())
+        "optimizer": _bytes(_optimizer_tensors(trainer))
         + (0 if sites is None else sites.state_itemsize * elements),
         "error_feedback": sum(_bytes(u.feedback.errors.values()) for u in engine.units),
         "buffers": engine.pool.held_bytes,
@@ -201,6 +198,15 @@ def _memory(trainer: Trainer, peak: Peak, before: int) -> dict[str, float]:
     held["activations"] = max(peak.bytes - max(before, known), 0)
     held["other"] = max(before - known, 0)
     return {name: size / GIB for name, size in held.items()}
+
+
+def _optimizer_tensors(trainer: Trainer) -> Iterator[torch.Tensor]:
+    """Masters beside the weights, and states of the optimizer, which lie on the device."""
+    yield from (u.master for u in trainer.engine.units if not (u.computes_with_masters or u.host))
+    for shards in trainer.optimizer.states.values():
+        for unit, shard in zip(trainer.engine.trained_units, shards, strict=True):
+            if shard is not None and unit.host is None:
+                yield shard
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
