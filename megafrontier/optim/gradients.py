@@ -5,27 +5,30 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from megafrontier.common.norms import Norms, row_norms
 from megafrontier.parallel.world import World
 
-ROW = 1 << 16
-"""Elements that are summed in fp32. On a CPU torch adds one square after the other, and once the
-sum is large, small squares no longer change it: the norm of 20M elements comes out 0.1 % too
-small."""
 GROWTH_INTERVAL = 1000
 MIN_SCALE = 2.0**-24
 """Far below 1, because gradients are sums over tokens."""
 
 
-def square_sum(gradients: Sequence[torch.Tensor], counts: Sequence[bool]) -> torch.Tensor:
+def square_sum(
+    gradients: Sequence[torch.Tensor],
+    counts: Sequence[bool],
+    known: Sequence[Norms | None] | None = None,
+) -> torch.Tensor:
     """Sum of squares, float64 [], of this rank's 1-D shards of gradients.
 
     counts: whether this rank counts each of them. For the sum over all ranks to count each
         element once, only the first of the ranks that hold the same shard may.
+    known: the norms of each gradient's rows, if they have been computed.
     """
-    counted = [g for g, is_ours in zip(gradients, counts, strict=True) if is_ours]
+    triples = zip(gradients, counts, known or [None] * len(gradients), strict=True)
+    counted = [norms or row_norms(gradient) for gradient, is_ours, norms in triples if is_ours]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=gradients[0].device)
-    norms = torch.cat([norm for gradient in counted for norm in _row_norms(gradient)])
+    norms = torch.cat([norm for pair in counted for norm in pair])
     return norms.double().square().sum()
 
 
@@ -35,14 +38,6 @@ def global_norm(
     """Euclidean norm, float64 [], of gradients of which each rank has 1-D shards, counted as in
     `square_sum`. The same bits on every rank."""
     return world.sum(square_sum(gradients, counts).view(1)).sqrt()[0]
-
-
-def _row_norms(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norms of the rows of `ROW` elements, and of the rest."""
-    rows = gradient.numel() // ROW
-    full = gradient[: rows * ROW].view(rows, ROW)
-    rest = gradient[rows * ROW :]
-    return torch.linalg.vector_norm(full, dim=1), torch.linalg.vector_norm(rest).view(1)
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -125,12 +125,11 @@ class UnitOptimizers:
         skip: torch.Tensor,
     ) -> None:
         """Hand the updates of offloaded units to the thread, first unit first."""
-        received = {i: host.received(gradients[i]) for i, host in self._hosts.items()}
         # It is on the host after the gradients.
         numbers = AsyncHostCopy({"divisor": divisor.double(), "skip": skip.double()})
         for optimizer, (i, *_) in self._parts:
             if (host := self._hosts.get(i)) is not None:
-                task = partial(self._update_on_host, optimizer, i, host, received[i], lr, numbers)
+                task = partial(self._update_on_host, optimizer, i, host, gradients[i], lr, numbers)
                 host.update = thread.run(task, DONE)
 
     def _update_on_host(

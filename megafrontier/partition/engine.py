@@ -314,11 +314,12 @@ class Engine:
 
         Returns one 1-D fp32 tensor for each of `trained_units`, as long as its `master`: the sum
         over all ranks and over every backward since the last `clear_gradients`. It lies in the
-        memory of the gradient shards, which must be cleared before the next backward. Raises
+        memory of the gradient shards, which must be cleared before the next backward; of offloaded
+        units on the host, and only there, where the device has to be waited for. Raises
         RuntimeError if called twice without clearing, or after a backward that failed.
         """
         self._hooks.refuse_failed_backward()
-        self._hooks.reducing.clear()  # each unit waits for its own reduction
+        self._hooks.clear()  # each unit waits for its own reduction
         with self.ledger.waiting("finish gradients"):
             self.finish_publishing()
             # Start all before waiting for the first, so that levels work side by side.

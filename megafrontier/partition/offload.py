@@ -11,6 +11,7 @@ import torch
 
 from megafrontier.common.async_copy import DeviceTimer
 from megafrontier.common.buffers import empty
+from megafrontier.common.norms import Norms, row_norms
 from megafrontier.partition.comm.streams import DONE, WorkHandle
 
 
@@ -31,22 +32,22 @@ class HostShard:
         self.staging = empty(numel, torch.float32, self.memory, pinned=device.type == "cuda")
         self._weights = self.staging.view(dtype)[:numel]
         self._is_rounded = False
-        self._received_version = -1
+        self._norms: Norms | None = None
+        self._version = -1
         self.update: WorkHandle = DONE
         """The newest update of the master."""
 
     def receive(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Copy the gradient to the host, behind the work of the current stream. Returns it."""
+        """Copy the gradient to the host, behind the work of the current stream. Returns the
+        copy."""
         self.staging.copy_(gradient, non_blocking=True)
-        self._received_version = gradient._version
-        return gradient
-
-    def received(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The copy of a gradient that `receive` was called with. It is copied again if it has
-        changed since. The host may read the copy when the current stream has got here."""
-        if gradient._version != self._received_version:
-            self.receive(gradient)
+        self._norms, self._version = row_norms(gradient), self.staging._version
         return self.staging
+
+    def norms(self) -> Norms | None:
+        """The norms of the rows of the gradient, on the device; None if the copy has changed since
+        it was received."""
+        return self._norms if self.staging._version == self._version else None
 
     def round(self) -> None:
         """Bring the master, rounded to the type of the weights, to the memory from which it is

@@ -363,7 +363,7 @@ class Unit:
         self._collectives.sum_over_replicas(self._finished, place.optimizer, to_host)
 
     def _receive(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Copy the optimizer shard of the gradient to the host."""
+        """Copy the optimizer shard of the gradient to the host. Returns the copy."""
         assert self.host is not None
         return self.host.receive(self._clear_unused(gradient))
 
@@ -379,6 +379,13 @@ class Unit:
         self._finished = None
         self.finish_reducing()  # over already
         return gradient if self.host is not None else self._clear_unused(gradient)
+
+    def release_gradient(self) -> None:
+        """Free the gradient shard of an offloaded unit when its copy to the host has ended."""
+        if self.host is not None and self._finished is not None:
+            self._finished.wait()
+            self._gradients.clear()
+            self._reducing.value = self.gradient
 
     def _clear_unused(self, gradient: torch.Tensor) -> torch.Tensor:
         """Set this rank's optimizer shard of the gradient to zero where it belongs to no parameter

@@ -139,6 +139,8 @@ def start_step(
     )
     totals = forward_backward(trainer, heartbeat)
     gradients = engine.finish_gradients()
+    if trainer.plan.is_offloaded:
+        DeviceTimer(trainer.mesh.device).wait()  # they are in host memory
     for callback in callbacks:
         callback.before_optimizer(trainer, gradients)
     stats = finish_step(trainer, totals, gradients)

@@ -367,7 +367,9 @@ def check_memory(config: Config, plan: RunPlan) -> None:
     inputs = 0.0 if is_offloaded else elements * DTYPES[train.precision].itemsize / GIB
     # The last forward of a step, and the end of its backward.
     forward = state_gib(config, plan, in_first_forward=number == 1), inputs
-    state, inputs = max(forward, (state_gib(config, plan), 0.0), key=sum)
+    # Offloaded gradients of a single micro-batch leave the device as soon as they are complete.
+    leaves = plan.is_offloaded and number == 1
+    state, inputs = max(forward, (state_gib(config, plan, leaves), 0.0), key=sum)
     buffers = buffer_gib(config, plan)
     required = state + buffers + inputs
     if memory is not None and required > memory:

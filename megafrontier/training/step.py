@@ -48,7 +48,9 @@ def finish_step(
     mesh, engine, metrics = trainer.mesh, trainer.engine, trainer.metrics
     if not mesh.counts_loss:
         totals = torch.zeros_like(totals)
-    square = square_sum(gradients, [unit.counts for unit in engine.trained_units])
+    units = engine.trained_units
+    known = [unit.host.norms() if unit.host else None for unit in units]
+    square = square_sum(gradients, [unit.counts for unit in units], known)
     traffic = [kinds[kind] for kinds in engine.ledger.take_kinds() for kind in KINDS]
     waited = engine.ledger.take_waited()
     metrics.add("grad_norm", square, "sum")

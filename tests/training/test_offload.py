@@ -41,6 +41,16 @@ class Halve(Callback):
             gradient.mul_(0.5)
 
 
+class HeldBytes(Callback):
+    """Bytes of gradient shards on the device when the gradients are complete."""
+
+    def __init__(self, pool):
+        self.pool, self.most = pool, 0
+
+    def before_optimizer(self, trainer, gradients):
+        self.most = self.pool.held_bytes
+
+
 class MoveMasters(Callback):
     def after_optimizer(self, trainer, stats):
         trainer.engine.units[0].master.zero_()
@@ -77,13 +87,14 @@ def states(trainer):
 def test_losses_norms_and_states_are_those_without_offload_to_the_bit(folder, sizes, splits, cases):
     def train(mesh, *chosen):
         with runs.open_trainer(runs.load(folder / "config.yaml", *SMALL, *chosen), mesh) as trainer:
+            trainer.engine.pool.shards.keeps = OFFLOAD not in chosen
             return steps(trainer), trainer.optimizer.steps, states(trainer)
 
     def body(mesh):
         differing = []
         for chosen in cases:
             *numbers, tensors = train(mesh, *chosen)
-            *others, offloaded = train(mesh, *chosen, OFFLOAD)
+            *others, offloaded = train(mesh, *chosen, OFFLOAD)  # whose gradients leave early
             if numbers != others or not all(map(torch.equal, tensors, offloaded)):
                 differing.append((chosen, numbers, others))
         return differing
@@ -111,9 +122,10 @@ def test_a_checkpoint_of_either_kind_goes_on_as_the_other_to_the_bit(folder):
             assert found == expected
 
 
-def test_a_forward_waits_only_for_the_updates_of_its_units_and_those_prefetched(folder):
+def test_a_forward_waits_for_updates_of_the_next_units_alone_and_gradients_leave_at_once(folder):
     def body(mesh):
-        config = runs.load(folder / "config.yaml", OFFLOAD, "machine=laptop")
+        chosen = (OFFLOAD, "machine=laptop", "train.micro_batch=16")
+        config = runs.load(folder / "config.yaml", *chosen)
         with runs.open_trainer(config, mesh) as trainer:
             begun, update = threading.Event(), trainer.optimizer._update_on_host
             waited = []
@@ -124,14 +136,19 @@ def test_a_forward_waits_only_for_the_updates_of_its_units_and_those_prefetched(
                 update(optimizer, index, *rest)
 
             trainer.optimizer._update_on_host = slow
-            train_step(trainer)
+            pool = trainer.engine.pool.shards
+            pool.keeps = False  # as on an accelerator
+            held = HeldBytes(pool)
+            start_step(trainer, [held]).read()
             handle = trainer.model.embedding.register_forward_hook(lambda *_: begun.set())
             train_step(trainer)
             handle.remove()
             trainer.engine.finish_publishing()
-            return waited
+            every = sum(unit.layout.numel * 4 for unit in trainer.engine.units)
+            last = sum(unit.layout.numel * 4 for unit in trainer.engine.units[:2])
+            return waited, held.most == last < every
 
-    assert run_mesh((1,), body) == [[True, True]]
+    assert run_mesh((1,), body) == [([True, True], True)]
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,10 @@ class HookPoint:
         for unit in self.trained:
             unit.finish_reducing()
 
+    def release_gradients(self) -> None:
+        for unit in self.trained:
+            unit.release_gradient()
+
     def start_finishing(self) -> None:
         for unit in self.trained:
             # The other end of a pipeline sums at the end of the step: until then it may wait for

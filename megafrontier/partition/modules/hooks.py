@@ -71,6 +71,7 @@ class ModuleHooks:
         """Which gradients the next backward gives."""
         self.reducing: deque[HookPoint] = deque()
         """Points whose gradients are being reduced to their shards, oldest first."""
+        self._finishing: deque[HookPoint] = deque()
         self._streams = streams
         self._ledger = ledger
         self._policy = policy
@@ -104,6 +105,11 @@ class ModuleHooks:
             yield
         finally:
             self.is_last, self.is_last_of_root, self.backward = before
+
+    def clear(self) -> None:
+        """Forget the points whose gradients are being reduced."""
+        self.reducing.clear()
+        self._finishing.clear()
 
     def refuse_failed_backward(self) -> None:
         """Raises RuntimeError if the last backward did not come to its end."""
@@ -341,6 +347,9 @@ class ModuleHooks:
             self.reducing.append(point)
         if self.is_last_of_root if point.is_root else self.is_last:
             point.start_finishing()
+            self._finishing.append(point)
+            while len(self._finishing) > self._prefetch + 1:
+                self._finishing.popleft().release_gradients()
 
     def _next_gathered(self, current: BackwardPass, point: HookPoint) -> list[HookPoint]:
         """The point to gather in the buffers that `point` leaves in backward, if there is one."""

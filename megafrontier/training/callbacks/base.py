@@ -34,7 +34,8 @@ class Callback:
         """The gradients are complete, before their norm is computed.
 
         `gradients` are this rank's 1-D fp32 shards, one for each of `trainer.engine.units`, summed
-        over all ranks and tokens, times the loss scale. They may be changed in place.
+        over all ranks and tokens, times the loss scale. They may be changed in place. Those of
+        offloaded units are in host memory.
         """
 
     def after_optimizer(self, trainer: Trainer, stats: StepStats) -> None:
