@@ -28,7 +28,7 @@ from megafrontier.model.loss import (
     later_targets,
     linear_cross_entropy,
 )
-from megafrontier.model.moe.layer import has_experts
+from megafrontier.model.moe.layer import compile_activations, has_experts
 from megafrontier.model.norms import make_norm
 from megafrontier.model.positions import (
     AttentionContext,
@@ -198,6 +198,8 @@ class GPT(nn.Module):
         self.prediction: Prediction | None = None
         if config.prediction is not None:
             self.prediction = Prediction(config, **options[-1])
+        if compile_blocks:
+            compile_activations(self)
         losses = compiled(chunk_losses) if compile_blocks else chunk_losses
         self.head = Head(config, loss_chunk_tokens, losses, z_loss)
         scale_specs(config, self.blocks, self.embedding, self.head)

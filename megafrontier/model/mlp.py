@@ -1,5 +1,7 @@
 """The MLP of a block, and its activations."""
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -35,6 +37,8 @@ class MLP(nn.Module):
         """`width`: default `config.mlp_hidden`."""
         super().__init__()
         self.activation = config.activation
+        self.activate: Callable[[Tensor, str], Tensor] = activate
+        """May be compiled where `forward` is not."""
         width = width or config.mlp_hidden
         up = nn.Linear(config.hidden, up_rows(config, width), bias=config.has_mlp_bias)
         down = nn.Linear(width, config.hidden, bias=config.has_mlp_bias)
@@ -43,4 +47,4 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [b, s, hidden] → [b, s, hidden]."""
-        return self.down(activate(self.up(hidden), self.activation))
+        return self.down(self.activate(self.up(hidden), self.activation))

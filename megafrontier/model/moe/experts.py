@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megafrontier.config import ModelConfig, MoEConfig
 from megafrontier.model.init import matrix_std
 from megafrontier.model.late_weights import LateWeights
-from megafrontier.model.mlp import up_rows
+from megafrontier.model.mlp import activate, up_rows
 from megafrontier.model.moe.products import (
     Product,
     choose_product,
@@ -33,6 +33,8 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig, moe: MoEConfig) -> None:
         super().__init__()
         self.activation = config.activation
+        self.activate: Callable[[Tensor, str], Tensor] = activate
+        """May be compiled."""
         width = moe.ffn_hidden or config.mlp_hidden
         up, down = matrix_std(config), matrix_std(config, to_residual=True)
         self.up = _make((moe.experts, up_rows(config, width), config.hidden), up)
@@ -53,7 +55,10 @@ class Experts(nn.Module):
         if not len(tokens):  # a batched or grouped product may refuse it
             product = loop_product
         numbers = self.late_up.number, self.late_down.number
-        return product(tokens, counts, self.up, self.down, self.activation, numbers)
+        return product(tokens, counts, self.up, self.down, self._activate_rows, numbers)
+
+    def _activate_rows(self, raised: Tensor) -> Tensor:
+        return self.activate(raised, self.activation)
 
     def product(self, tokens: Tensor) -> Product:
         """The product for tokens of this type on this device."""

@@ -5,10 +5,11 @@ from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig, MoEConfig
 from megafrontier.model.init import matrix_std
-from megafrontier.model.mlp import MLP
+from megafrontier.model.mlp import MLP, activate
 from megafrontier.model.moe.dispatch import Dispatch, local_dispatch
 from megafrontier.model.moe.experts import Experts
 from megafrontier.model.moe.router import Router
+from megafrontier.model.recompute.compile import compiled_rows
 from megafrontier.parallel.param_spec import ParamSpec, set_spec
 
 
@@ -16,6 +17,16 @@ def has_experts(config: ModelConfig, block: int) -> bool:
     """Whether the block of this number has experts."""
     moe = config.moe
     return moe is not None and moe.blocks(block + 1) > moe.blocks(block)
+
+
+def compile_activations(model: nn.Module) -> None:
+    """Compile the activations of experts and shared experts, which no compiled block contains."""
+    run = compiled_rows(activate)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.experts.activate = run
+            if module.shared is not None:
+                module.shared.activate = run
 
 
 class MoE(nn.Module):

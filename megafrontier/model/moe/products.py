@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megafrontier.model.late_weights import keep_for_weights
-from megafrontier.model.mlp import activate
 
 Numbers = tuple[Tensor | None, Tensor | None]
 """Of the two matrices of each expert, if their gradients come later (`late_weights`)."""
-Product = Callable[[Tensor, Tensor, Tensor, Tensor, str, Numbers], Tensor]
+Activation = Callable[[Tensor], Tensor]
+Product = Callable[[Tensor, Tensor, Tensor, Tensor, Activation, Numbers], Tensor]
 """tokens [n, hidden], counts int64 [experts], up [experts, rows, hidden], down [experts, hidden,
 width], the activation and `Numbers` → [n, hidden]."""
 Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -36,30 +36,45 @@ PADDED_LIMIT = 2.0
 
 
 def loop_product(
-    tokens: Tensor, counts: Tensor, up: Tensor, down: Tensor, kind: str, numbers: Numbers = WHOLE
+    tokens: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    activate: Activation,
+    numbers: Numbers = WHOLE,
 ) -> Tensor:
     """One expert after another."""
     raised = multiply_late(_loop, tokens, counts, up, numbers[0])
-    return multiply_late(_loop, activate(raised, kind), counts, down, numbers[1])
+    return multiply_late(_loop, activate(raised), counts, down, numbers[1])
 
 
 def grouped_product(
-    tokens: Tensor, counts: Tensor, up: Tensor, down: Tensor, kind: str, numbers: Numbers = WHOLE
+    tokens: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    activate: Activation,
+    numbers: Numbers = WHOLE,
 ) -> Tensor:
     """torch's grouped matrix product, which reads the counts on the device."""
     raised = multiply_late(_grouped, tokens, counts, up, numbers[0])
-    return multiply_late(_grouped, activate(raised, kind), counts, down, numbers[1])
+    return multiply_late(_grouped, activate(raised), counts, down, numbers[1])
 
 
 def padded_product(
-    tokens: Tensor, counts: Tensor, up: Tensor, down: Tensor, kind: str, numbers: Numbers = WHOLE
+    tokens: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    activate: Activation,
+    numbers: Numbers = WHOLE,
 ) -> Tensor:
     """`pad_product` to the most tokens of any expert; `loop_product` if that would be more than
     `PADDED_LIMIT` times the tokens."""
     most = int(counts.max())
     if most * len(counts) > PADDED_LIMIT * len(tokens):
-        return loop_product(tokens, counts, up, down, kind, numbers)
-    return pad_product(tokens, counts, up, down, kind, numbers, most)
+        return loop_product(tokens, counts, up, down, activate, numbers)
+    return pad_product(tokens, counts, up, down, activate, numbers, most)
 
 
 def pad_product(
@@ -67,7 +82,7 @@ def pad_product(
     counts: Tensor,
     up: Tensor,
     down: Tensor,
-    kind: str,
+    activate: Activation,
     numbers: Numbers,
     most: int,
 ) -> Tensor:
@@ -77,7 +92,7 @@ def pad_product(
     places = experts * most + torch.arange(len(tokens), device=tokens.device) - starts[experts]
     padded = tokens.new_zeros(len(counts) * most, tokens.shape[1]).index_copy(0, places, tokens)
     raised = multiply_late(_batched, padded.view(len(counts), most, -1), counts, up, numbers[0])
-    found = multiply_late(_batched, activate(raised, kind), counts, down, numbers[1])
+    found = multiply_late(_batched, activate(raised), counts, down, numbers[1])
     return found.flatten(0, 1)[places]
 
 
@@ -168,7 +183,7 @@ def _has_grouped(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...
             values = torch.ones(32, 64, dtype=dtype, device=device, requires_grad=True)
             up = torch.ones(2, 64, 64, dtype=dtype, device=device, requires_grad=True)
             counts = torch.tensor([0, 32], device=device)
-            out = grouped_product(values, counts, up, up, "gelu")
+            out = grouped_product(values, counts, up, up, F.gelu)
             torch.autograd.grad(out, (values, up), torch.ones_like(out))
             return bool(out.isfinite().all())
     except (RuntimeError, AttributeError, NotImplementedError):

@@ -48,6 +48,21 @@ def _prepare() -> None:
         return ir.TensorBox(ir.ConcatKernel.create(halves, len(halves[0].get_size()) - 1))
 
 
+def compiled_rows(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function of the last dimension of a tensor, compiled as one graph for any number of
+    rows."""
+    run = compiled(function)
+
+    def call(values: Tensor, *options: Any) -> Tensor:
+        rows = values.flatten(0, -2)
+        if len(rows) < 2:  # the compiler makes graphs of their own for 0 and 1
+            return function(values, *options)
+        let_length_vary(rows)
+        return run(rows, *options).unflatten(0, values.shape[:-1])
+
+    return call
+
+
 def let_length_vary(tensor: Tensor) -> None:
     """Compile once for all lengths of this tensor, because the number of documents varies."""
     torch._dynamo.mark_dynamic(tensor, 0)

@@ -24,6 +24,7 @@ from megafrontier.model.moe.products import (
     PADDED_LIMIT,
     PRODUCTS,
     WHOLE,
+    Activation,
     Numbers,
     Product,
     grouped_product,
@@ -109,16 +110,26 @@ def _read_counts(levels: Levels, tokens: int) -> Counts:
 
 
 def _loop(
-    tokens: Tensor, counts: Tensor, up: Tensor, down: Tensor, kind: str, numbers: Numbers = WHOLE
+    tokens: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    activate: Activation,
+    numbers: Numbers = WHOLE,
 ) -> Tensor:
     """`loop_product` of experts with equally many tokens, which needs as much memory as others."""
     each, more = divmod(len(tokens), len(counts))
     equal = torch.tensor([each + (index < more) for index in range(len(counts))])
-    return loop_product(tokens, equal, up, down, kind, numbers)
+    return loop_product(tokens, equal, up, down, activate, numbers)
 
 
 def _padded(
-    tokens: Tensor, counts: Tensor, up: Tensor, down: Tensor, kind: str, numbers: Numbers = WHOLE
+    tokens: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    activate: Activation,
+    numbers: Numbers = WHOLE,
 ) -> Tensor:
     """`pad_product` of experts with equally many tokens, or with the most that are padded."""
     running_meter().synchronize()
@@ -126,7 +137,7 @@ def _padded(
     if _current.get().kind != "uniform":
         padded = int(PADDED_LIMIT * len(tokens) / len(counts))
         most = max(most, min(padded, len(tokens)))  # an expert has no more than all tokens
-    return pad_product(tokens, counts, up, down, kind, numbers, most)
+    return pad_product(tokens, counts, up, down, activate, numbers, most)
 
 
 READERS["meta"] = _read_counts
