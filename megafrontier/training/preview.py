@@ -104,6 +104,12 @@ def describe_run(
                 f"warning: machine.device.name: {stated.name}, but torch finds no accelerator; "
                 "computing on the CPU"
             )
+    is_gpu = device is not None and device.type != "cpu"
+    if plan.is_offloaded and is_gpu and torch.get_num_threads() == 1:
+        yield (
+            "warning: OMP_NUM_THREADS: 1, but partition.offload updates masters on the host; need "
+            "the cores of a rank"
+        )
     yield from _warn_of_sizes(config, plan)
     if config.partition.overlap == "full" and any(part in name for part in RCCL_DEVICES):
         yield (

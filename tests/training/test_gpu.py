@@ -85,6 +85,18 @@ def test_all_policies_give_the_same_losses_to_the_bit(folder, wires):
     assert "encoded by plain torch" not in log
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_states_in_host_memory_change_losses_by_rounding_alone(folder, ranks):
+    usual, offloaded = (
+        runs.losses(
+            train(folder, f"{ranks}-{where}", ranks, f"partition.offload.optimizer={where}")
+        )
+        for where in ("none", "cpu")
+    )
+    assert len(usual) == 8
+    assert offloaded == pytest.approx(usual, rel=2e-3)
+
+
 def test_a_run_resumes_from_its_checkpoint_to_the_bit(folder):
     # A save folds the errors, so both runs save at the same step.
     chosen = (
