@@ -1,58 +1,83 @@
-"""A site that takes over another one's weights shows the others a whole state all the while."""
+"""Sites that take over another one's weights."""
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import torch
 
-from megafrontier.sites.exchange import Progress, SiteExchange
+from megafrontier.sites.exchange import DIFFERS, Progress, SiteExchange
 from tests import runs
 from tests.ranks import run_mesh
 from tests.sites.jobs import ports, site_options
 
+KEYS = ("fragments: 2", "every: 4", "wire: fp32")
+
+
+def call_both(method, *arguments) -> None:
+    """Call a method of both sites at the same time."""
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(method, *arguments))
+
+
+@contextmanager
+def two_sites(folder, mesh) -> Iterator[tuple]:
+    """Two sites in this process that have met, with their trainers. The second one has gone on."""
+    config_file, found = runs.make_config_file(folder), ports(2)
+    options = [site_options(folder, found, number, *KEYS) for number in range(2)]
+    configs = [runs.load(config_file, *runs.ONE, *own) for own in options]
+    with ExitStack() as stack:
+        trainers = [stack.enter_context(runs.open_trainer(config, mesh)) for config in configs]
+        sites = [SiteExchange(trainer, trainer.config.sites) for trainer in trainers]
+        call_both(SiteExchange.at_start, sites, trainers)
+        for weights, momentum in zip(sites[1].outer.weights, sites[1].outer.momentum, strict=True):
+            weights.add_(1)
+            momentum.fill_(2)
+        sites[1]._progress = Progress(2, 4, [1, 1], [2, 4])
+        yield sites, trainers
+        for site in sites:
+            site._endpoint.close()
+
+
+def state_of(site: int, asking: SiteExchange):
+    """What another site gets of a site's state: for each fragment, version and values."""
+    found = []
+    for fragment in range(2):
+        (part,) = asking._endpoint.fetch_state(site, fragment)
+        found.append((part.version, torch.cat(part.messages)))
+    return found
+
 
 def test_a_site_that_copies_gives_out_its_old_state_until_all_of_the_new_is_here(tmp_path):
-    config_file, found = runs.make_config_file(tmp_path), ports(2)
-    keys = ("fragments: 2", "every: 4", "wire: fp32")
-    options = [site_options(tmp_path, found, number, *keys) for number in range(2)]
-    configs = [runs.load(config_file, *runs.ONE, *own) for own in options]
-
     def body(mesh):
-        with ExitStack() as stack:
-            trainers = [stack.enter_context(runs.open_trainer(c, mesh)) for c in configs]
-            copier, source = (SiteExchange(t, t.config.sites) for t in trainers)
-            with ThreadPoolExecutor(2) as pool:  # they meet
-                list(pool.map(SiteExchange.at_start, (copier, source), trainers))
-            for weights, momentum in zip(source.outer.weights, source.outer.momentum, strict=True):
-                weights.add_(1)
-                momentum.fill_(2)
-            source._progress = Progress(2, 4, [1, 1], [2, 4])
+        with two_sites(tmp_path, mesh) as ((copier, source), (trainer, _)):
             fetch, seen = copier._endpoint.fetch_state, []
-
-            def state_of_copier():
-                parts = [source._endpoint.fetch_state(0, fragment)[0] for fragment in range(2)]
-                return [(part.version, torch.cat(part.messages)) for part in parts]
 
             def fetch_and_look(site, fragment):
                 result = fetch(site, fragment)
-                seen.append(state_of_copier())
+                seen.append(state_of(0, asking=source))
                 return result
 
-            before = state_of_copier()
+            before, theirs = state_of(0, asking=source), state_of(1, asking=copier)
             copier._endpoint.fetch_state = fetch_and_look
-            copier._adopt(trainers[0], [1], "a test")
-            after = state_of_copier()
-            for exchange in (copier, source):
-                exchange._endpoint.close()
-        for states in seen:
-            torch.testing.assert_close(states, before, rtol=0, atol=0)
-        assert [version for version, _ in after] == [1, 1]
-        own = [fetched for _, fetched in after]
-        sums = [(float(x.view(torch.float32).sum())) for x in own]
-        theirs = [float(torch.cat(source.outer.weights[f::2]).sum()) for f in range(2)]
-        counts = [sum(len(w) for w in source.outer.weights[f::2]) for f in range(2)]
-        return len(seen), sums, [x + 2 * n for x, n in zip(theirs, counts, strict=True)]
+            copier._adopt(trainer, [1], DIFFERS)
+            assert len(seen) == 2
+            for states in seen:
+                torch.testing.assert_close(states, before, rtol=0, atol=0)
+            torch.testing.assert_close(state_of(0, asking=source), theirs, rtol=0, atol=0)
 
-    ((looks, sums, expected),) = run_mesh((1,), body)
-    assert looks == 2
-    torch.testing.assert_close(sums, expected)
+    run_mesh((1,), body)
+
+
+def test_sites_whose_weights_differ_after_the_last_exchange_end_with_the_same(tmp_path):
+    def body(mesh):
+        with two_sites(tmp_path, mesh) as (sites, trainers):
+            expected = [weights.clone() for weights in sites[0].outer.weights]
+            call_both(SiteExchange._agree, sites, trainers)
+            assert sites[0]._final == sites[1]._final
+            for site in sites:  # of one and one, the lower number
+                torch.testing.assert_close(site.outer.weights, expected, rtol=0, atol=0)
+            masters = [unit.master for unit in sites[1].outer.units]
+            torch.testing.assert_close(masters, expected, rtol=0, atol=0)
+
+    run_mesh((1,), body)
