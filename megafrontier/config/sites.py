@@ -51,8 +51,8 @@ class SitesConfig:
     """Bandwidth of one rank towards all other sites, for `plan`. null: an exchange takes no time
     there."""
     deadline_seconds: float = bounded(60.0, above=0)
-    """A site that is this much later than the first one is left out of an exchange. After half of
-    it, a slow site sends what it has."""
+    """A site that is this much later than the first one is left out of an exchange; less than half
+    of the sites wait half as long again. After half of it, a slow site sends what it has."""
 
     @property
     def spacing(self) -> int:
