@@ -59,6 +59,7 @@ def _draw(rng: Random) -> Drawn:
     schedule = _chosen(
         rng, "partition", overlap=["safe", "full"], prefetch=range(4), check_order=["true", "false"]
     )
+    schedule += _chosen(rng, "partition.offload", optimizer=["none", "cpu"])
     batches = [
         f"train.global_batch={levels.ranks * accumulation * micro_batch}",
         f"train.micro_batch={micro_batch}",
