@@ -36,7 +36,7 @@ def describe(arguments: argparse.Namespace) -> list[str]:
         check_tasks("--ntasks-per-node", arguments.ntasks_per_node, per_host)
         check_tasks("--ntasks", arguments.ntasks, nodes * per_host)
         ranks = nodes * per_host
-        if config.has_auto_layout:
+        if config.needs_planner:
             from megafrontier.planner.auto import choose_layout
 
             config, chosen = choose_layout(config, ranks)

@@ -178,13 +178,16 @@ def _measure(config: Config, plan: RunPlan) -> Costs:
     """What blocks need, on a rank with all the work of a pipeline."""
     ranks = plan.levels.ranks
     parallel = replace(config.parallel, pipeline=1, stages_per_rank=1, schedule="1f1b", layers=[])
+    partition = config.partition
+    if plan.division.ranks > 1:  # wires of borders would be refused
+        partition = replace(partition, wires=replace(partition.wires, activations={}))
     # The ranks of the pipeline become data-parallel, with at least two micro-batches each.
     batch = 2 * config.train.micro_batch * ranks
     train = replace(config.train, memory_gib=None, global_batch=batch, batch_warmup=None)
     found: dict[Mode, Saved] = {}
     for mode in MODES:
         changed = replace(train, activation_checkpointing=mode)
-        alone = replace(config, train=changed, parallel=parallel, sites=None)
+        alone = replace(config, train=changed, parallel=parallel, partition=partition, sites=None)
         key = repr((alone, ranks))
         if key not in _measured:
             _measured[key] = _saved(alone, ranks)

@@ -101,7 +101,7 @@ def test_a_pipeline_with_auto_has_the_losses_of_one_without_to_the_bit(
     """Its first stage, which holds more micro-batches, recomputes more."""
     path = runs.make_config_file(tmp_path)
     small = [*runs.ONE, "train.steps=2", "model.layers=4", "train.global_batch=8"]
-    small += ["parallel.pipeline=2"]
+    small += ["parallel.pipeline=2", "partition.wires.activations.world=fp32"]
     config = runs.load(path, *small)
     plan = resolve_plan(config, 2)
     sizes = [simulate(with_mode(config, mode), plan, UNKNOWN).gib for mode in ("block", "none")]
