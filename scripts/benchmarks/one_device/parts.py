@@ -9,7 +9,8 @@ Each variant runs in a process of its own, in turns, forward and backward togeth
 * documents: attention that is told where documents begin, with a dense mask, and causal over the
   whole row, at several lengths of documents;
 * checkpointing: a whole training step with each `train.activation_checkpointing`, plain and
-  compiled; `auto` with a budget at 35 % and at 75 % of the way from `block` to `none`;
+  compiled; `auto` with a budget at 35 % and at 75 % of the way from `block` to `none`. The
+  planner's libraries are then held before the part runs, so compare peaks by `plan`;
 * start: building the model and the first step, with blocks that are not compiled, and compiled with
   the compiler's cache empty, and full;
 * norm: RMSNorm as torch has it, compiled, and apex's where it is installed;
