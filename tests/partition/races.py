@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from megafrontier.common.buffers import BufferPool, Workspace
 from megafrontier.parallel.hierarchy import CommArbiter
-from megafrontier.partition.comm.streams import DONE, CommStreams
+from megafrontier.partition.comm.streams import DONE, HOST, CommStreams
 from megafrontier.partition.memory import UnitBuffer
 
 COMPUTATION = -1
@@ -78,7 +78,9 @@ class Races(CommStreams):
         self._workspaces = [Workspace(cpu) for _ in range(3)]  # of as many levels
 
     def index(self, level):
-        return level if self.policy == "full" else 0
+        if level == HOST:
+            return level
+        return max(level, 0) if self.policy == "full" else 0
 
     def drain_before_freeing(self, owner):
         """Nothing to do: memory that is freed while a task runs is noticed in any case."""

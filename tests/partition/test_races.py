@@ -45,13 +45,15 @@ def restore(engine):
     engine.restore(has_published=False)
 
 
-def train(hierarchy, strategy, name, error_feedback, precision, policy, steps, order=1):
+def train(
+    hierarchy, strategy, name, error_feedback, precision, policy, steps, order=1, offloads=False
+):
     model, levels = TinyModel(tied=False), hierarchy.levels
     placement = replace(Placement.named(strategy, levels), has_copy=strategy != "zero3")
     engine = shard(
         model, model.units()[::order], placement, hierarchy,
         dtype=DTYPES[precision], overlap=policy, error_feedback=error_feedback,
-        wires=preset(name, strategy, levels, precision),
+        wires=preset(name, strategy, levels, precision), is_offloaded=offloads,
     )  # fmt: skip
     engine.pool.shards.keeps = False  # as on an accelerator
     optimizer = torch.optim.AdamW([unit.master for unit in engine.units], lr=0.02)
@@ -66,7 +68,7 @@ def train(hierarchy, strategy, name, error_feedback, precision, policy, steps, o
     engine.finish_publishing()
 
 
-def watch(case, policy, sizes=(2, 2), steps=3, order=1):
+def watch(case, policy, sizes=(2, 2), steps=3, order=1, offloads=False):
     """The races and the memory freed too early on all ranks, and the number of operators seen on
     the first rank."""
 
@@ -74,7 +76,7 @@ def watch(case, policy, sizes=(2, 2), steps=3, order=1):
         races = Races(policy)
         with pytest.MonkeyPatch.context() as patch, races.watching(patch):
             patch.setattr(engine_module, "CommStreams", lambda *_: races)
-            train(hierarchy, *case, policy, steps, order)
+            train(hierarchy, *case, policy, steps, order, offloads)
         return races.found, races.freed, races.operators
 
     found, freed, operators = zip(*run_ranks(sizes, body), strict=True)
@@ -93,6 +95,14 @@ def watch(case, policy, sizes=(2, 2), steps=3, order=1):
 )
 def test_no_memory_is_accessed_or_freed_while_it_is_in_use(case, policy, sizes, order):
     found, freed, operators = watch(case, policy, sizes, order=order)
+    assert found == set()
+    assert freed == set()
+    assert operators > 500
+
+
+@pytest.mark.parametrize(("case", "policy"), [(TOPO, "full"), (ZERO2, "safe")])
+def test_copies_to_and_from_the_host_use_no_memory_that_is_in_use(case, policy):
+    found, freed, operators = watch(case, policy, offloads=True)
     assert found == set()
     assert freed == set()
     assert operators > 500
