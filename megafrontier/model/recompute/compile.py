@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
@@ -38,14 +39,16 @@ def _prepare() -> None:
 
     On a GPU, torch would lower a concatenation to a kernel that computes each half by itself.
     """
-    functorch.autograd_cache_allow_custom_autograd_functions = True
-    from torch._inductor import ir, lowering
+    # Internals of torch: in a release without them both are slower, and as right.
+    with suppress(ImportError, AttributeError):
+        functorch.autograd_cache_allow_custom_autograd_functions = True
+        from torch._inductor import ir, lowering
 
-    operator = torch.ops.megafrontier.join_halves.default
+        operator = torch.ops.megafrontier.join_halves.default
 
-    @lowering.register_lowering(operator, type_promotion_kind=None)
-    def join(*halves: Any) -> Any:
-        return ir.TensorBox(ir.ConcatKernel.create(halves, len(halves[0].get_size()) - 1))
+        @lowering.register_lowering(operator, type_promotion_kind=None)
+        def join(*halves: Any) -> Any:
+            return ir.TensorBox(ir.ConcatKernel.create(halves, len(halves[0].get_size()) - 1))
 
 
 def compiled_rows(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
