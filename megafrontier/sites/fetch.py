@@ -14,7 +14,7 @@ from megafrontier.partition.unit import Unit
 from megafrontier.sites.directory import Holding, RankEntry, entries_of, met_by
 from megafrontier.sites.transport import Client, Patience, SiteUnreachable
 
-PAUSE_SECONDS, HURRIED_SECONDS = 0.25, 0.02
+PAUSE_SECONDS, HURRIED_SECONDS = 0.5, 0.02
 """Between two looks for messages: beside training, which is not to be slowed down by them, and
 while training waits for them."""
 

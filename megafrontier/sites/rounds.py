@@ -16,7 +16,7 @@ from typing import Any
 
 from megafrontier.sites.transport import Client, Header, Patience
 
-PAUSE_SECONDS = 0.25
+PAUSE_SECONDS = 0.5
 """Between two looks for decisions beside training."""
 FEW_WAIT = 1.5
 """How much longer than the deadline less than half of the sites wait for the others."""
