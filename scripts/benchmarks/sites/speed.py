@@ -5,15 +5,15 @@
 
 Each site is one rank on one core, in a network namespace whose link has the rate of a node's link
 (bytes a second) divided by `--slower`. Both runs load both cores alike. Needs root, Debian's
-iproute2 and two cores. Prints the median of the step times, and their mean over whole periods of
-`every`, which has all that an exchange costs, of the slower site: others wait for it. Steps before
-`--warm` do not count. On a machine with other work, the ratio of CPU times, and the steps with an
-exchange beside the others of the same run, say more than the clock.
+iproute2 and two cores. Prints step times and CPU times of a step: median, and mean over whole
+periods of `every`, which has all that an exchange costs. Steps up to `--warm` do not count. On a
+machine with other work the CPU time says more than the clock.
 """
 
 import argparse
-import resource
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
@@ -21,6 +21,8 @@ from statistics import fmean, median
 from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import SitesConfig, load_config
 from megafrontier.report.read import read_runs
+from megafrontier.training.callbacks.base import Callback
+from megafrontier.training.trainer import Trainer
 from scripts.benchmarks.sites.job import PORT, Job
 from scripts.benchmarks.slow_network.links import Links, Unable, links
 
@@ -40,6 +42,7 @@ def run(made: Links, options: argparse.Namespace, name: str, keys: str) -> list[
         own = f"{{addresses: [{addresses}], secret: {secret}, number: {number}, {keys}}}"
         arguments = ["train", options.config, "--nproc", "1", *options.overrides]
         arguments += ["evaluate.batches=0", "checkpoint.every=0", f"run.directory={where}"]
+        arguments += ["log.callbacks=[scripts.benchmarks.sites.speed.CpuTime]"]
         arguments += [f"sites={own if keys else 'null'}"]
         pinned = ("taskset", "-c", str(number))
         jobs.append(Job(made, number, arguments, folder, before=pinned))
@@ -48,29 +51,39 @@ def run(made: Links, options: argparse.Namespace, name: str, keys: str) -> list[
     return folders
 
 
-def step_seconds(folders: Sequence[Path], warm: int, steps: int) -> list[list[float]]:
-    """Of each site, the seconds of the steps after `warm`, up to `steps`."""
+class CpuTime(Callback):
+    """Records the CPU seconds of all threads in the step before."""
+
+    def __init__(self) -> None:
+        self._last = time.process_time()
+
+    def before_step(self, trainer: Trainer) -> None:
+        now = time.process_time()
+        trainer.metrics.record("cpu_seconds", now - self._last, "mean")
+        self._last = now
+
+
+def read_steps(folders: Sequence[Path], warm: int, key: str) -> list[dict[int, float]]:
+    """Of each site, a metric of the steps after `warm` by their number, except for the last step:
+    it exchanges all fragments, and has no steps to hide in. CPU seconds are in the line after."""
+    late = 1 if key == "cpu_seconds" else 0
     return [
-        [line["step_seconds"] for line in run.steps if warm < line["step"] <= steps]
-        for run in read_runs(folders)
+        {line["step"] - late: line[key] for line in run.steps if line["step"] - late > warm}
+        for run in (
+            replace(run, steps=run.steps[: len(run.steps) - 1 + late]) for run in read_runs(folders)
+        )
     ]
 
 
-def exchange_share(found: Sequence[Sequence[float]], first: int, sites: SitesConfig) -> float:
+def exchange_share(found: Sequence[Mapping[int, float]], sites: SitesConfig) -> float:
     """By how much steps that begin or end an exchange are longer than the other steps of the same
-    run, as a share of the time of these; `first` is the number of the first step."""
+    run, as a share of the time of these."""
     marked, others = [], []
     for times in found:
-        for step, seconds in enumerate(times, first):
+        for step, seconds in times.items():
             is_marked = step % sites.spacing in (0, sites.delay % sites.spacing)
             (marked if is_marked else others).append(seconds)
     return (fmean(marked) - fmean(others)) * len(marked) / sum(others)
-
-
-def cpu_seconds() -> float:
-    """User and system time of all jobs that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def main() -> None:
@@ -88,25 +101,29 @@ def main() -> None:
     with exit_on_fatal_error("speed"):
         config = load_config(options.config, [*options.overrides, keys])
     assert config.sites is not None
-    means, cpu, warm = {}, {}, options.warm
+    means = {}
     try:
         with links(SITES) as made:
             made.shape(options.node_rate / options.slower)
             for name, keys in (("single", ""), ("sites", options.keys)):
-                before = cpu_seconds()
                 folders = run(made, options, name, keys)
-                cpu[name] = cpu_seconds() - before
-                # The last step exchanges all fragments at once, and has no steps to hide in.
-                found = step_seconds(folders, warm, config.train.steps - 1)
-                means[name] = max(fmean(times) for times in found)
-                middle = median(chain(*found))
-                print(f"{name}: median {middle:.4f} s, mean of the slower {means[name]:.4f} s")
+                for key in ("step_seconds", "cpu_seconds"):
+                    found = read_steps(folders, options.warm, key)
+                    # Others wait for the slower site. CPU time is each site's own.
+                    mean = [fmean(times.values()) for times in found]
+                    means[name, key] = max(mean) if key == "step_seconds" else fmean(mean)
+                    middle = median(chain(*(times.values() for times in found)))
+                    share = 100 * exchange_share(found, config.sites)
+                    print(
+                        f"{name}: {key}: median {middle:.4f}, mean {means[name, key]:.4f}; "
+                        f"steps that begin or end an exchange {share:+.1f} % of the others",
+                        flush=True,
+                    )
     except Unable as reason:
         raise SystemExit(f"speed: {reason}") from reason
-    print(f"speed of sites: {means['single'] / means['sites']:.3f} of single sites, by the clock")
-    print(f"CPU time of the whole jobs: {cpu['sites'] / cpu['single']:.3f} of single sites")
-    share = exchange_share(found, warm + 1, config.sites)
-    print(f"steps that begin or end an exchange: {100 * share:+.1f} % of the time of the others")
+    for key in ("step_seconds", "cpu_seconds"):
+        ratio = means["single", key] / means["sites", key]
+        print(f"{key}: speed of sites {ratio:.3f} of single sites")
 
 
 if __name__ == "__main__":
