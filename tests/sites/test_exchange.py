@@ -6,6 +6,7 @@ import pytest
 
 from tests import runs
 from tests.processes import Forked
+from tests.sites import plain
 from tests.sites.jobs import ports, site_options, start_site
 from tests.slurm.cluster import wait_until
 
@@ -107,6 +108,16 @@ def test_a_run_goes_on_at_another_number_of_sites_with_the_outer_momentum(jobs, 
     resume = f"checkpoint.resume={tmp_path}/alone/site0/checkpoints/step-00000004"
     found = train(jobs, config, tmp_path, (1, 1), (12, 4), sites, (*SGD, resume))
     assert mean_losses(found, (12, 4)) == pytest.approx(runs.losses(alone)[4:], rel=1e-5)
+
+
+def test_losses_are_those_of_diloco_in_plain_pytorch(jobs, config, tmp_path):
+    """Sites of 2 and 1 ranks and of unequal batches, with AdamW inside and Nesterov outside."""
+    outer = f"optimizer: {{lr: {plain.OUTER['lr']}, momentum: {plain.OUTER['momentum']}}}"
+    options = (f"every: {plain.EVERY}", "wire: fp32", outer)
+    found = train(jobs, config, tmp_path, (2, 1), plain.BATCHES, options, runs.ONE)
+    expected = plain.plain_losses(runs.load(config, *runs.ONE))
+    for lines, losses in zip(found, expected, strict=True):
+        assert runs.losses(lines) == pytest.approx(losses, rel=1e-5)
 
 
 def test_a_stopped_run_of_sites_goes_on_to_the_bit_with_exchanges_in_progress(
