@@ -14,7 +14,8 @@ from megafrontier.config import RotaryScalingConfig
 from megafrontier.model.scaling import scaled
 
 Rotary = tuple[Tensor, Tensor]
-"""Cosine and sine, each fp32 [b or 1, s, rotary_size / 2]."""
+"""Cosines fp32 [b or 1, s, rotary_size / 2], and negated sines and sines [b or 1, s, 2,
+rotary_size / 2]."""
 
 
 class AttentionContext(NamedTuple):
@@ -78,7 +79,7 @@ def cached_mask(past: int, new: int, device: torch.device) -> Tensor | None:
 def rotary_tables(
     positions: Tensor, rotary_size: int, base: float, scaling: RotaryScalingConfig | None = None
 ) -> Rotary:
-    """Cosine and sine of the angles position · base^(-2i / rotary_size), fp32 [b, s, size / 2].
+    """Cosines and sines of the angles position · base^(-2i / rotary_size).
 
     `positions` [b, s]. Su et al. 2021, arXiv:2104.09864, equation 15. Always fp32, because in bf16
     neighbouring positions above 256 would have the same angle.
@@ -89,7 +90,8 @@ def rotary_tables(
         frequencies = _SCALED[scaling.kind](frequencies, scaling, base)
         factor = _attention_factor(scaling)
     angles = positions[..., None].float() * frequencies
-    return scaled(angles.cos(), factor), scaled(angles.sin(), factor)
+    sines = scaled(angles.sin(), factor)
+    return scaled(angles.cos(), factor), torch.stack([-sines, sines], -2)
 
 
 def _llama3(frequencies: Tensor, scaling: RotaryScalingConfig, base: float) -> Tensor:
@@ -138,11 +140,11 @@ def rotate(heads: Tensor, rotary: Rotary) -> Tensor:
     Dimension i is paired with i + rotary_size / 2, the convention of GPT-NeoX and of Llama in
     `transformers`. Dimensions from rotary_size on stay. The result has the type of `heads`.
     """
-    cos, sin = (table[:, :, None, None] for table in rotary)
-    half = cos.shape[-1]
+    cosines, sines = rotary
+    half = cosines.shape[-1]
     # No slices of the two halves: their backward would fill and add tensors of the whole size.
     pairs = heads[..., : 2 * half].unflatten(-1, (2, half))
-    signs = torch.arange(-1, 2, 2, device=sin.device)[:, None]
-    turned = (pairs * cos + pairs.flip(-2) * (sin * signs)).to(heads.dtype).flatten(-2)
+    turned = pairs * cosines[:, :, None, None] + pairs.flip(-2) * sines[:, :, None]
+    turned = turned.to(heads.dtype).flatten(-2)
     rest = heads[..., 2 * half :]
     return torch.cat([turned, rest], -1) if rest.shape[-1] else turned

@@ -134,7 +134,7 @@ class Engine:
         overlap: Policy,
         prefetch: int,
         check_order: bool,
-        is_offloaded: bool,
+        is_offloaded: bool = False,
     ) -> None:
         self.placement = placement.on(hierarchy.levels)
         self.hierarchy = hierarchy
