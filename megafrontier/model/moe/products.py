@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,32 +33,6 @@ ALIGNMENT = 16
 """Bytes of which torch's grouped product needs a multiple in each row."""
 PADDED_LIMIT = 2.0
 """The padded product may have this many times as many rows as there are tokens."""
-
-
-def loop_product(
-    tokens: Tensor,
-    counts: Tensor,
-    up: Tensor,
-    down: Tensor,
-    activate: Activation,
-    numbers: Numbers = WHOLE,
-) -> Tensor:
-    """One expert after another."""
-    raised = multiply_late(_loop, tokens, counts, up, numbers[0])
-    return multiply_late(_loop, activate(raised), counts, down, numbers[1])
-
-
-def grouped_product(
-    tokens: Tensor,
-    counts: Tensor,
-    up: Tensor,
-    down: Tensor,
-    activate: Activation,
-    numbers: Numbers = WHOLE,
-) -> Tensor:
-    """torch's grouped matrix product, which reads the counts on the device."""
-    raised = multiply_late(_grouped, tokens, counts, up, numbers[0])
-    return multiply_late(_grouped, activate(raised), counts, down, numbers[1])
 
 
 def padded_product(
@@ -91,9 +65,22 @@ def pad_product(
     starts = counts.cumsum(0) - counts
     places = experts * most + torch.arange(len(tokens), device=tokens.device) - starts[experts]
     padded = tokens.new_zeros(len(counts) * most, tokens.shape[1]).index_copy(0, places, tokens)
-    raised = multiply_late(_batched, padded.view(len(counts), most, -1), counts, up, numbers[0])
-    found = multiply_late(_batched, activate(raised), counts, down, numbers[1])
+    rows = padded.view(len(counts), most, -1)
+    found = _multiply_both(_batched, rows, counts, up, down, activate, numbers)
     return found.flatten(0, 1)[places]
+
+
+def _multiply_both(
+    multiply: Multiply,
+    rows: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    activate: Activation,
+    numbers: Numbers = WHOLE,
+) -> Tensor:
+    raised = multiply_late(multiply, rows, counts, up, numbers[0])
+    return multiply_late(multiply, activate(raised), counts, down, numbers[1])
 
 
 def _loop(rows: Tensor, counts: Tensor, matrices: Tensor) -> Tensor:
@@ -105,6 +92,12 @@ def _loop(rows: Tensor, counts: Tensor, matrices: Tensor) -> Tensor:
 
 def _grouped(rows: Tensor, counts: Tensor, matrices: Tensor) -> Tensor:
     return F.grouped_mm(rows, matrices.transpose(1, 2), offs=_stops(counts))
+
+
+loop_product: Product = partial(_multiply_both, _loop)
+"""One expert after another."""
+grouped_product: Product = partial(_multiply_both, _grouped)
+"""torch's grouped matrix product, which reads the counts on the device."""
 
 
 def _batched(rows: Tensor, counts: Tensor, matrices: Tensor) -> Tensor:
@@ -183,7 +176,7 @@ def _has_grouped(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...
             values = torch.ones(32, 64, dtype=dtype, device=device, requires_grad=True)
             up = torch.ones(2, 64, 64, dtype=dtype, device=device, requires_grad=True)
             counts = torch.tensor([0, 32], device=device)
-            out = grouped_product(values, counts, up, up, F.gelu)
+            out = grouped_product(values, counts, up, up, F.gelu, WHOLE)
             torch.autograd.grad(out, (values, up), torch.ones_like(out))
             return bool(out.isfinite().all())
     except (RuntimeError, AttributeError, NotImplementedError):
