@@ -69,8 +69,8 @@ class UnitOptimizers:
         self.states: States = {}
         self._hosts = {i: unit.host for i, unit in enumerate(units) if unit.host is not None}
         self._thread: Stream | None = None
-        for host in list(self._hosts.values())[:1]:
-            self._thread = make_stream("update", host.memory)
+        if self._hosts:
+            self._thread = make_stream("update", next(iter(self._hosts.values())).memory)
         for name, indices in _divided(units):
             own = [units[i] for i in indices]
             if elementwise is not None and name != "muon":
@@ -218,11 +218,10 @@ def _make(
     config: OptimizerConfig,
     tensor: LevelCollectives | None,
 ) -> UnitOptimizer:
+    of = {parameter: groups.groups[number] for parameter, number in groups.numbers.items()}
     if name == "muon":
-        of = {parameter: groups.groups[number] for parameter, number in groups.numbers.items()}
         return ShardedMuon(units, of, tensor)
     if name == "lsp":
-        of = {parameter: groups.groups[number] for parameter, number in groups.numbers.items()}
         return ShardedSubspace(units, of, config.subspace)
     masters, common = [unit.master for unit in units], ("lr_scale", "weight_decay")
     if name == "sgd":
