@@ -153,7 +153,9 @@ def test_a_killed_site_is_left_out_and_comes_back_with_the_weights_of_the_others
     wait_until(lambda: "without site 1" in log.read_text()[before:], 120, "one to be left out")
     jobs[1] = start_site(config, 1, options[1])
     taken_over, log = "going on with the weights of site 0", tmp_path / "site1" / "log.txt"
-    wait_until(lambda: taken_over in log.read_text(), 120, "site 1 to come back")
+    back = lambda: taken_over in log.read_text() or jobs[1].poll() is not None  # noqa: E731
+    wait_until(back, 120, "site 1 to come back")
+    assert jobs[1].poll() is None, jobs[1].communicate()
     second.unlink()
     assert [job.communicate(timeout=240) and job.returncode for job in jobs] == [0, 0]
     ends = [runs.metrics(tmp_path / f"site{n}")[-1] for n in range(2)]

@@ -4,10 +4,12 @@ import argparse
 import gc
 import os
 import platform
+import secrets
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 
@@ -19,11 +21,13 @@ PACKAGES = "MEGAFRONTIER_BENCHMARK_PACKAGES"
 
 
 def free_port() -> int:
-    """A port of this host on which nobody listens."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
+    """A port of this host on which nobody listens. The system gives it to nobody who asks for any:
+    those begin at 32,768."""
+    while True:
+        port = 10_000 + secrets.randbelow(22_768)
+        with socket.socket() as server, suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            return port
 
 
 def use_packages() -> None:
