@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch
+
 from megafrontier.common.errors import STOPPED, FatalError, is_collective, print_error
 from megafrontier.common.signals import STOPPING, die_with_parent, handle_signals
 from megafrontier.launch.health.timeouts import LOCAL_GRACE, LOCAL_SPEAKER
@@ -74,6 +76,8 @@ def _fork_one(rank: int, count: int, server: socket.socket, body: Callable[[], i
         # Ctrl-C reaches all processes. Only the parent acts on it, and ends the ranks.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
+        # torch makes a new pool of threads after a fork. If two threads do so at once, one fails.
+        torch.set_num_threads(torch.get_num_threads())
         os.environ["MEGAFRONTIER_LOCAL"] = f"{rank}/{count}"
         os.environ["MEGAFRONTIER_PORT"] = str(server.getsockname()[1])
         if rank == 0:

@@ -5,9 +5,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from megafrontier.common.errors import STOPPED, RankError, RunFailed, UserError
 from megafrontier.launch.health.timeouts import LOCAL_GRACE
@@ -50,6 +53,23 @@ def test_success_of_all_ranks_is_code_0_and_each_knows_its_rank(tmp_path):
     assert fork_ranks(4, body) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2", "3"]
     assert {p.read_text() for p in tmp_path.iterdir()} == {"local 4"}
+
+
+def test_threads_of_a_rank_may_begin_to_compute_at_the_same_time():
+    torch.arange(1 << 17)  # this process has computed, as the parent of a run may have
+
+    def body():
+        barrier = threading.Barrier(4)
+
+        def compute(_):
+            barrier.wait()
+            return torch.arange(1 << 17)[-1].item()
+
+        with ThreadPoolExecutor(4) as pool:
+            assert set(pool.map(compute, range(4))) == {(1 << 17) - 1}
+        return 0
+
+    assert fork_ranks(8, body) == 0
 
 
 def test_if_one_rank_cannot_be_forked_the_others_are_killed(monkeypatch):
