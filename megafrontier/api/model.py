@@ -11,7 +11,7 @@ from torch import nn
 
 from megafrontier.common.errors import UserError, need
 from megafrontier.config import PartitionConfig
-from megafrontier.config.validation import build
+from megafrontier.config.building import build
 from megafrontier.optim.gradients import clip_factor, global_norm
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import Mesh, Splits

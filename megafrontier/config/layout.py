@@ -96,6 +96,10 @@ class PartitionConfig:
     overlap: Literal["none", "safe", "full"] = "safe"
     """Overlap of collectives with computation. none: none. safe: one collective in flight, because
     several communicators at once hang on MI250X (ROCm/rccl#2191). full: one per level."""
+    overlap_update: bool = False
+    """Let AdamW or SGD update each unit's masters under the next forward, on a stream of its own,
+    just before the unit's weights are published. A unit's gradient shard stays until then. The
+    numbers are the same. With `offload` this is always so. Muon's matrices are updated at once."""
     prefetch: int = bounded(1, at_least=0)
     """Units gathered ahead of the one that runs, and full gradients that wait for their reduction.
     None with 0 or `overlap: none`."""

@@ -12,11 +12,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megafrontier.common.errors import UserError, as_fatal_error, need
 from megafrontier.common.files import search_folder_hint, write_atomically
+from megafrontier.config.building import build
 from megafrontier.config.machine import MachineConfig
 from megafrontier.config.model.gpt import ModelConfig
 from megafrontier.config.schema import Config, RunConfig
 from megafrontier.config.shipped import find_config, shipped_folder
-from megafrontier.config.validation import build, check, check_machine
+from megafrontier.config.validation import check, check_machine
 
 _SHORT = {"wires": "preset", "parallel": "tensor"}
 """Sections that a word may stand for: `wires: low`, `parallel: auto`. It is the value of this

@@ -65,6 +65,11 @@ class TrainConfig:
     """Maximum global gradient norm; 0: no clipping."""
     compile: bool = False
     """Compile the blocks with torch.compile. Without a working compiler the run only warns."""
+    cuda_graphs: bool = False
+    """On a GPU, launch the kernels of a compiled block as one CUDA or HIP graph, so that the host
+    keeps up with small models. It needs `compile`, data parallelism alone, no
+    `data.document_mask`, and activation checkpointing none or selective. The graphs have memory of
+    their own. Experimental: it has not run on a GPU yet."""
     activation_checkpointing: (
         Literal["none", "block", "selective", "offload", "auto"] | list[CheckpointingMode]
     ) = "none"

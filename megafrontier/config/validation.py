@@ -1,15 +1,13 @@
-"""Plain values become dataclasses, and each bad value is refused in one line: key, value, fix."""
+"""Each bad value is refused in one line: key, value, fix."""
 
 import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
-from difflib import get_close_matches
-from math import isfinite
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args
 
-from megafrontier.common.errors import UserError, need
+from megafrontier.common.errors import need
+from megafrontier.config.building import shown
 from megafrontier.config.data import CorpusConfig, weight_at
 from megafrontier.config.layout import WireFormat, WiresConfig
 from megafrontier.config.machine import MachineConfig
@@ -21,107 +19,6 @@ from megafrontier.config.model.scaling import check_scaling
 from megafrontier.config.optimizer import OptimizerConfig
 from megafrontier.config.schema import BatchWarmupConfig, Config, TrainConfig
 from megafrontier.config.sites import check_sites
-
-
-def build(kind: Any, value: Any, key: str = "") -> Any:
-    """`value` (plain containers, in which numbers may be text) as an instance of the type `kind`.
-
-    `key` is its place. Raises UserError for the first value that does not fit.
-    """
-    if kind is Any:
-        return value
-    if get_origin(kind) in (Union, UnionType):
-        return _build_union(get_args(kind), value, key)
-    if is_dataclass(kind):
-        return _build_fields(kind, value, key)
-    if get_origin(kind) in (list, tuple, dict):
-        return _build_container(kind, value, key)
-    converted = _converted(kind, value)
-    need(converted is not None, key, _shown(value), f"need {_described(kind)}")
-    return converted
-
-
-def _build_union(kinds: tuple[Any, ...], value: Any, key: str) -> Any:
-    """`value` as the first type that it fits, or null."""
-    if value is None and type(None) in kinds:
-        return None
-    kinds = tuple(kind for kind in kinds if kind is not type(None))
-    if len(kinds) == 1:
-        return build(kinds[0], value, key)
-    containers = {get_origin(kind): kind for kind in kinds if get_origin(kind) in (list, dict)}
-    if type(value) in containers:
-        return _build_container(containers[type(value)], value, key)
-    single = [kind for kind in kinds if kind not in containers.values()]
-    found = [part for kind in single if (part := _converted(kind, value)) is not None]
-    need(found != [], key, _shown(value), f"need {' or '.join(map(_described, kinds))}")
-    return found[0]
-
-
-def _build_fields(kind: Any, value: Any, key: str) -> Any:
-    types = {f.name: f.type for f in fields(kind)}
-    known = ", ".join(types)
-    if not isinstance(value, dict):
-        raise UserError(f"{key or 'config'}: {_shown(value)}, need keys among {known}")
-    keys = {name: f"{key}.{name}".removeprefix(".") for name in value}
-    for name in value:
-        if name not in types:
-            near = get_close_matches(str(name), types, n=1)
-            meant = f"did you mean {near[0]}? " if near else ""
-            fits = f"no such key; {meant}known keys: {known}"
-            raise UserError(f"{keys[name]}: {_shown(value[name])}, {fits}")
-    return kind(**{name: build(types[name], v, keys[name]) for name, v in value.items()})
-
-
-def _build_container(kind: Any, value: Any, key: str) -> Any:
-    container, parts = get_origin(kind), get_args(kind)
-    fits = isinstance(value, dict if container is dict else list | tuple)
-    fits = fits and (container is not tuple or len(value) == len(parts))
-    need(fits, key, _shown(value), f"need {_described(kind)}")
-    if container is dict:
-        return {name: build(parts[1], v, f"{key}.{name}") for name, v in value.items()}
-    return container(build(parts[0], v, f"{key}[{i}]") for i, v in enumerate(value))
-
-
-_FLAGS = dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(("false", "no", "off"), False)
-
-
-def _converted(kind: Any, value: Any) -> Any:
-    """A single value as text, number, flag or choice; None if it is none of that kind."""
-    if get_origin(kind) is Literal:
-        return value if value in get_args(kind) else None
-    if value is None or isinstance(value, dict | list):
-        return None
-    if kind is bool or isinstance(value, bool):
-        return _FLAGS.get(str(value).lower()) if kind is bool else None
-    try:
-        # With base 0, 0x10 is read, and 010 is refused.
-        found = int(value, 0) if kind is int and isinstance(value, str) else kind(value)
-    except (ValueError, OverflowError):
-        return None
-    if kind is int and (isinstance(value, float) or abs(found) >= 2**63):
-        return None
-    return None if kind is float and not isfinite(found) else found
-
-
-def _described(kind: Any) -> str:
-    parts = get_args(kind)
-    words = {
-        bool: "true or false",
-        int: "an integer",
-        float: "a finite number",
-        str: "text",
-        list: "a list",
-        tuple: f"a list of {len(parts)}",
-        dict: "keys and values, as in {KEY: VALUE}",
-        Literal: f"one of {', '.join(map(str, parts))}",
-    }
-    return words[get_origin(kind) or kind]
-
-
-def _shown(value: Any) -> str:
-    text = "null" if value is None else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
 
 _BOUNDS = {
     "at_least": (operator.ge, "need at least"),
@@ -160,6 +57,10 @@ def check(config: Config) -> None:
     _check_experts_partition(config)
     if config.partition.offload.optimizer != "none":
         _check_offload(config)
+    if config.partition.overlap_update:
+        _check_overlap_update(config)
+    if config.train.cuda_graphs:
+        _check_cuda_graphs(config)
     if config.sites is not None:
         check_sites(config.sites, config.train.global_batch, config.train.hang_seconds)
         _check_data_of_sites(config)
@@ -283,12 +184,12 @@ def _check_weight(key: str, weight: float | list[list[float]], may_change: bool)
     if not isinstance(weight, list):
         need(weight > 0, key, weight, "need more than 0")
         return
-    need(may_change, key, _shown(weight), "need a number; only data.train has a curriculum")
+    need(may_change, key, shown(weight), "need a number; only data.train has a curriculum")
     steps = [part[0] for part in weight if len(part) == 2]
     is_ordered = len(steps) == len(weight) > 0 and steps[0] == 0 and steps == sorted(set(steps))
     fits = "need [[0, weight], [step, weight], …] with steps that increase"
-    need(is_ordered and all(step % 1 == 0 for step in steps), key, _shown(weight), fits)
-    need(min(part[1] for part in weight) >= 0, key, _shown(weight), "need weights of at least 0")
+    need(is_ordered and all(step % 1 == 0 for step in steps), key, shown(weight), fits)
+    need(min(part[1] for part in weight) >= 0, key, shown(weight), "need weights of at least 0")
 
 
 def _check_curriculum(key: str, corpora: Sequence[CorpusConfig]) -> None:
@@ -325,7 +226,7 @@ def _check_checkpointing(config: Config) -> None:
     given, memory = config.train.activation_checkpointing, config.train.memory_gib
     blocks, key = config.model.trained_layers, "train.activation_checkpointing"
     fits = f"need {blocks} modes, one for each block"
-    need(isinstance(given, str) or len(given) == blocks, key, _shown(given), fits)
+    need(isinstance(given, str) or len(given) == blocks, key, shown(given), fits)
     fits = f"need null, or {key}=auto"
     need(memory is None or given == "auto", "train.memory_gib", memory, fits)
 
@@ -369,6 +270,33 @@ def _check_offload(config: Config) -> None:
     need(optimizer.fused != "apex", "optimizer.fused", "apex", f"need torch or none {where}")
     need(config.sites is None, "sites", "given", f"need null {where}")
     need(config.partition.weights_copy, "partition.weights_copy", "false", f"need true {where}")
+
+
+def _check_overlap_update(config: Config) -> None:
+    partition, where = config.partition, "with partition.overlap_update"
+    need(partition.overlap != "none", "partition.overlap", "none", f"need safe or full {where}")
+    need(config.sites is None, "sites", "given", f"need null {where}")
+    offload = partition.offload.optimizer
+    fits = f"need none {where}, which it implies"
+    need(offload == "none", "partition.offload.optimizer", offload, fits)
+
+
+def _check_cuda_graphs(config: Config) -> None:
+    """Refuse what lets a block's kernels differ between micro-batches, and what torch leaves out of
+    graphs: attention that is recomputed keeps its random state on the host."""
+    train, parallel, where = config.train, config.parallel, "with train.cuda_graphs"
+    need(train.compile, "train.compile", "false", f"need true {where}")
+    need(config.model.moe is None, "model.moe", "given", f"need null {where}")
+    need(not config.data.document_mask, "data.document_mask", "true", f"need false {where}")
+    for name in ("tensor", "context", "expert", "pipeline"):
+        size = getattr(parallel, name)
+        need(size == 1, f"parallel.{name}", size, f"need 1 {where}")
+    given = train.activation_checkpointing
+    fits = all(
+        mode in ("none", "selective") for mode in ([given] if isinstance(given, str) else given)
+    )
+    key = "train.activation_checkpointing"
+    need(fits, key, shown(given), f"need none or selective {where}")
 
 
 def _check_wires(wires: WiresConfig, prefix: str) -> None:

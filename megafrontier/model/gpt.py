@@ -179,14 +179,17 @@ class GPT(nn.Module):
         loss_chunk_tokens: int = 1024,
         checkpointing: Modes = "none",
         compile_blocks: bool = False,
+        cuda_graphs: bool = False,
         z_loss: float = 0.0,
     ) -> None:
+        """The options are those of `train` in the configuration. `cuda_graphs` needs blocks that
+        are compiled."""
         super().__init__()
         self.config = config
         self.is_compiled = compile_blocks
         self.embedding = Embedding(config)
         modes, offload = modes_of(checkpointing, config.trained_layers), Offload()
-        run = compiled(Block.forward_recomputed) if compile_blocks else None
+        run = compiled(Block.forward_recomputed, cuda_graphs) if compile_blocks else None
         # The numbers of tokens of experts are known only when they run, so these are not compiled.
         attend = compiled(Block.attend) if compile_blocks and config.moe is not None else None
         options: list[dict[str, Any]] = [
@@ -200,7 +203,7 @@ class GPT(nn.Module):
             self.prediction = Prediction(config, **options[-1])
         if compile_blocks:
             compile_activations(self)
-        losses = compiled(chunk_losses) if compile_blocks else chunk_losses
+        losses = compiled(chunk_losses, cuda_graphs) if compile_blocks else chunk_losses
         self.head = Head(config, loss_chunk_tokens, losses, z_loss)
         scale_specs(config, self.blocks, self.embedding, self.head)
         self.part: Callable[[Tensor, Tensor], Tensor] | None = None

@@ -44,12 +44,15 @@ class UnitOptimizer(Protocol):
 
 Elementwise = Callable[[str, Sequence[torch.Tensor]], UnitOptimizer]
 """Makes what updates single elements of masters, by the name of an optimizer."""
+Flags = Callable[[], Iterable[torch.Tensor]]
+"""The divisor [] and the flag `skip` [] of a step, where the masters are."""
 
 
 class UnitOptimizers:
     """The optimizers of an engine's trained units.
 
-    Offloaded units are updated one by one in a thread (Note [An offloaded step]).
+    Overlapped and offloaded units are updated one by one on a stream of their own, in the order of
+    the next forward: offloaded ones in a thread of the host (Note [An offloaded step]).
 
     states: by torch's names, for each unit this rank's 1-D shard, or None if the unit's optimizer
         has no such state. `ema` is the average of the weights.
@@ -67,10 +70,13 @@ class UnitOptimizers:
         takes the place of AdamW and SGD."""
         self._parts: list[tuple[UnitOptimizer, list[int]]] = []
         self.states: States = {}
-        self._hosts = {i: unit.host for i, unit in enumerate(units) if unit.host is not None}
-        self._thread: Stream | None = None
-        if self._hosts:
-            self._thread = make_stream("update", next(iter(self._hosts.values())).memory)
+        self._late = {i: unit for i, unit in enumerate(units) if unit.is_overlapped or unit.host}
+        self._stream: Stream | None = None
+        if self._late:
+            unit = next(iter(self._late.values()))
+            memory = unit.master.device if unit.host is None else unit.host.memory
+            self._stream = make_stream("update", memory, is_urgent=False)
+        self._kept: tuple[torch.Tensor, ...] = ()
         for name, indices in _divided(units):
             own = [units[i] for i in indices]
             if elementwise is not None and name != "muon":
@@ -104,11 +110,11 @@ class UnitOptimizers:
                 average.copy_(master)
             self._is_averaging = True
         for optimizer, indices in self._parts:
-            if indices[0] not in self._hosts:
+            if indices[0] not in self._late:
                 optimizer.step([gradients[i] for i in indices], lr, divisor, skip)
                 self._update_averages(indices, skip)
-        if self._thread is not None:
-            self._start_updates(self._thread, gradients, lr, divisor, skip)
+        if self._stream is not None:
+            self._start_updates(self._stream, gradients, lr, divisor, skip)
 
     def _update_averages(self, indices: Iterable[int], skip: torch.Tensor) -> None:
         if self._average:
@@ -118,33 +124,38 @@ class UnitOptimizers:
 
     def _start_updates(
         self,
-        thread: Stream,
+        stream: Stream,
         gradients: Sequence[torch.Tensor],
         lr: float,
         divisor: torch.Tensor,
         skip: torch.Tensor,
     ) -> None:
-        """Hand the updates of offloaded units to the thread, first unit first."""
-        # It is on the host after the gradients.
-        numbers = AsyncHostCopy({"divisor": divisor.double(), "skip": skip.double()})
+        """Hand the updates of the late units to the stream, first unit first."""
+        # Until the next step, because the stream reads them while this one goes on.
+        self._kept = divisor, skip
+        read: Flags = lambda: (divisor, skip)  # noqa: E731
+        if any(unit.host for unit in self._late.values()):
+            # On the host they arrive after the gradients.
+            read = AsyncHostCopy({"divisor": divisor.double(), "skip": skip.double()}).wait
         for optimizer, (i, *_) in self._parts:
-            if (host := self._hosts.get(i)) is not None:
-                task = partial(self._update_on_host, optimizer, i, host, gradients[i], lr, numbers)
-                host.update = thread.run(task, DONE)
+            if (unit := self._late.get(i)) is not None:
+                task = partial(self._update_late, optimizer, i, unit.host, gradients[i], lr, read)
+                unit.update = stream.run(task, DONE)
 
-    def _update_on_host(
+    def _update_late(
         self,
         optimizer: UnitOptimizer,
         index: int,
-        host: HostShard,
+        host: HostShard | None,
         gradient: torch.Tensor,
         lr: float,
-        numbers: AsyncHostCopy,
+        read: Flags,
     ) -> None:
-        divisor, skip = numbers.wait()
+        divisor, skip = read()
         optimizer.step([gradient], lr, divisor, skip)
         self._update_averages([index], skip)
-        host.round()
+        if host is not None:
+            host.round()
 
     @property
     def _counting(self) -> list[ShardedAdamW | ShardedSubspace]:
@@ -154,9 +165,9 @@ class UnitOptimizers:
     @property
     def steps(self) -> int:
         """Number of updates, which AdamW's bias correction needs; 0 without AdamW. Waits for
-        the device, and for updates on the host."""
-        for host in self._hosts.values():
-            host.update.wait()
+        the device, and for late updates."""
+        for unit in self._late.values():
+            unit.update.wait()
         return max((optimizer.steps for optimizer in self._counting), default=0)
 
     @property
@@ -177,10 +188,10 @@ class UnitOptimizers:
 
 
 def _divided(units: Sequence[Unit]) -> list[tuple[str, list[int]]]:
-    """The units by the name of their optimizer, and offloaded ones each by itself."""
+    """The units by the name of their optimizer, and late ones each by itself."""
     found: dict[tuple[str, int | None], list[int]] = {}
     for i, unit in enumerate(units):
-        key = unit.optimizer, None if unit.host is None else i
+        key = unit.optimizer, i if unit.is_overlapped or unit.host else None
         found.setdefault(key, []).append(i)
     return [(name, indices) for (name, _), indices in found.items()]
 

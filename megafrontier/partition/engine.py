@@ -42,7 +42,7 @@ from megafrontier.partition.modules.wrap import (
     replace_parameters,
 )
 from megafrontier.partition.placement import Placement
-from megafrontier.partition.rules import GroupOf, UnitRules
+from megafrontier.partition.rules import GroupOf, UnitRules, Update
 from megafrontier.partition.unit import ROOT, InitialSlice, Named, Unit
 from megafrontier.partition.wires.wire import Wires
 
@@ -63,7 +63,7 @@ def shard(
     initial: InitialSlice | None = None,
     groups: GroupOf = lambda spec: ("", 0),
     stages: Sequence[Sequence[str]] = (),
-    is_offloaded: bool = False,
+    update: Update = "at_once",
 ) -> "Engine":
     """Shard a model's state over a mesh. The model keeps its class and is called as before.
 
@@ -96,7 +96,7 @@ def shard(
     groups: (optimizer, group) of a parameter, by its spec. Parameters of a unit have the same
         optimizer, and those of a group lie side by side, in the order of the groups.
     stages: names of the blocks of each part that is called by itself, inside of `Engine.stage`.
-    is_offloaded: masters are in host memory, where `UnitOptimizers` updates them.
+    update: `overlapped` and `on_host` need `UnitOptimizers`.
 
     Raises UserError for complex parameters; for blocks that are not part of the model, share a
     name, are called root, or use parameters of a block inside them; for a model that is sharded
@@ -111,10 +111,10 @@ def shard(
     def common(spec: ParamSpec) -> UnitRules:
         over = mesh.hierarchy(spec.axes) if isinstance(mesh, Mesh) else mesh
         sent = wires if over.crossed is None else wires.extended(over.crossed)
-        return UnitRules(over, placement, sent, dtype, error_feedback, is_offloaded)
+        return UnitRules(over, placement, sent, dtype, error_feedback, update)
 
     hierarchy = mesh.hierarchy() if isinstance(mesh, Mesh) else mesh
-    engine = Engine(placement, hierarchy, wires, overlap, prefetch, check_order, is_offloaded)
+    engine = Engine(placement, hierarchy, wires, overlap, prefetch, check_order, update)
     engine.init_units(model, divide(model, blocks), initial, groups, rules or common, stages)
     return engine
 
@@ -134,7 +134,7 @@ class Engine:
         overlap: Policy,
         prefetch: int,
         check_order: bool,
-        is_offloaded: bool = False,
+        update: Update = "at_once",
     ) -> None:
         self.placement = placement.on(hierarchy.levels)
         self.hierarchy = hierarchy
@@ -142,7 +142,7 @@ class Engine:
         self.ledger = Ledger(hierarchy.levels.names, hierarchy.device)
         self.units: list[Unit] = []
         # A single rank may have nothing to send, and a thread would only cost time.
-        is_alone = max(hierarchy.size, hierarchy.world.size) == 1 and not is_offloaded
+        is_alone = max(hierarchy.size, hierarchy.world.size) == 1 and update == "at_once"
         self._policy: Policy = "none" if is_alone else overlap
         self._prefetch = 0 if self._policy == "none" else prefetch
         policy: Policy = "safe" if check_order and self._policy == "full" else self._policy
@@ -175,7 +175,7 @@ class Engine:
         for unit in self.units:
             unit.initialise(initial)
         replace_parameters(model, self.units)
-        holds_masters = all(unit.computes_with_masters for unit in self.units)
+        holds_masters = all(u.computes_with_masters and not u.is_overlapped for u in self.units)
         mark_sharded(model, holds_masters)
         if not holds_masters:  # otherwise those of nn.Module are right
             FullStateDict(model, self.units, self.finish_publishing, partial(self.restore, False))
@@ -218,7 +218,7 @@ class Engine:
                 self.pool,
                 rule.feedback_levels,
                 is_frozen=not is_trained,
-                is_offloaded=rule.is_offloaded,
+                update=rule.update,
             )
             units.append(unit)
         return units

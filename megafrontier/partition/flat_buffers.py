@@ -110,6 +110,9 @@ class FlatGradient:
 
     def put(self, index: int, gradient: torch.Tensor) -> None:
         """Take the gradient of parameter `index`. It must not change until it is written."""
+        gradient = gradient.detach()  # with create_graph=True it has a graph
+        if gradient.layout is not torch.strided:  # nn.Embedding(sparse=True)
+            gradient = gradient.to_dense()
         if index in self._waiting:
             self.write()
         self._waiting[index] = gradient
@@ -181,3 +184,20 @@ class GradientBuffers:
         self.shard = self.shard.new_empty(0)
         if self._shards == 1:
             self.flat.forget()
+
+
+def clear_unused(
+    gradient: torch.Tensor,
+    layout: Layout,
+    shard: tuple[int, int],
+    parameters: Sequence[nn.Parameter],
+) -> None:
+    """Set a gradient to zero where it belongs to no parameter that is trained. It is the part
+    `shard`, [start, stop), of the flat buffer of `parameters`."""
+    # Quantisation, and rotation above all, leaves values in padding and in frozen parameters.
+    gradient[layout.padding_within(*shard)].zero_()
+    pairs = zip(layout.entries, parameters, strict=True)
+    frozen = {entry.name for entry, parameter in pairs if not parameter.requires_grad}
+    for entry, first, last, at in layout.within(*shard) if frozen else ():
+        if entry.name in frozen:
+            gradient[at : at + last - first].zero_()

@@ -11,8 +11,7 @@ import torch
 
 from megafrontier.common.async_copy import DeviceTimer
 from megafrontier.common.buffers import empty
-from megafrontier.common.norms import Norms, row_norms
-from megafrontier.partition.comm.streams import DONE, WorkHandle
+from megafrontier.partition.comm.streams import WorkHandle
 
 
 class HostShard:
@@ -32,22 +31,12 @@ class HostShard:
         self.staging = empty(numel, torch.float32, self.memory, pinned=device.type == "cuda")
         self._weights = self.staging.view(dtype)[:numel]
         self._is_rounded = False
-        self._norms: Norms | None = None
-        self._version = -1
-        self.update: WorkHandle = DONE
-        """The newest update of the master."""
 
     def receive(self, gradient: torch.Tensor) -> torch.Tensor:
         """Copy the gradient to the host, behind the work of the current stream. Returns the
         copy."""
         self.staging.copy_(gradient, non_blocking=True)
-        self._norms, self._version = row_norms(gradient), self.staging._version
         return self.staging
-
-    def norms(self) -> Norms | None:
-        """The norms of the rows of the gradient, on the device; None if the copy has changed since
-        it was received."""
-        return self._norms if self.staging._version == self._version else None
 
     def round(self) -> None:
         """Bring the master, rounded to the type of the weights, to the memory from which it is
@@ -55,9 +44,9 @@ class HostShard:
         self._weights.copy_(self.master)
         self._is_rounded = True
 
-    def take_weights(self) -> torch.Tensor:
-        """The weights [n] to publish. Waits for the update."""
-        self.update.wait()
+    def take_weights(self, update: WorkHandle) -> torch.Tensor:
+        """The weights [n] to publish. Waits for the `update` of the master."""
+        update.wait()
         if not self._is_rounded:  # the master comes from a checkpoint
             DeviceTimer(self._device).wait()  # for the last copy out of the memory
             self.round()

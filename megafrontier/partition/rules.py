@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -12,6 +13,9 @@ from megafrontier.partition.wires.wire import Wires
 
 GroupOf = Callable[[ParamSpec], tuple[str, int]]
 """The name of a parameter's optimizer, and the index of its group."""
+Update = Literal["at_once", "overlapped", "on_host"]
+"""When and where masters are updated: after backward; under the next forward, beside the products;
+or there too, but on the host, which holds masters and states of the optimizer."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,7 @@ class UnitRules:
     wires: Wires
     dtype: torch.dtype
     error_feedback: bool = False
-    is_offloaded: bool = False
-    """Whether the optimizer's state lies on the host."""
+    update: Update = "at_once"
 
     @property
     def feedback_levels(self) -> list[int]:

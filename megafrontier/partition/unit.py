@@ -7,16 +7,18 @@ from functools import cached_property, partial
 import torch
 from torch import nn
 
+from megafrontier.common.norms import KnownNorms, row_norms
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.param_spec import ParamSpec, spec_of
 from megafrontier.partition.comm.collectives import LevelCollectives
-from megafrontier.partition.comm.streams import AsyncChain
+from megafrontier.partition.comm.streams import DONE, HOST, AsyncChain, WorkHandle
 from megafrontier.partition.error_feedback import ErrorFeedback
-from megafrontier.partition.flat_buffers import GradientBuffers, UnitParameters
+from megafrontier.partition.flat_buffers import GradientBuffers, UnitParameters, clear_unused
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.memory import UnitBuffer, UnitBufferPool
 from megafrontier.partition.offload import HostShard
 from megafrontier.partition.placement import Placement
+from megafrontier.partition.rules import Update
 from megafrontier.partition.wires.wire import Wires
 
 ROOT = "root"
@@ -54,13 +56,13 @@ class Unit:
         pool: UnitBufferPool,
         feedback_levels: Sequence[int],
         is_frozen: bool = False,
-        is_offloaded: bool = False,
+        update: Update = "at_once",
     ) -> None:
         """`parameters`: in the order of the flat buffer. `optimizer`: the name of the one that
         updates them. `buffer`: memory of the unsharded weights, in the computing type; while they
         are resharded, another unit may have it. `pool`: memory of the gradients.
         `feedback_levels`: the levels with error feedback. `is_frozen`: the parameters get no
-        gradient. `is_offloaded`: the master is on the host."""
+        gradient."""
         size = collectives.hierarchy.size
         self.name = name
         self.optimizer = optimizer
@@ -68,6 +70,10 @@ class Unit:
         self.layout = Layout.build(name, ((n, p.shape) for n, p in parameters), size)
         self.specs = {n: spec_of(n, p) for n, p in parameters}
         self.is_frozen = is_frozen
+        self.is_overlapped = update == "overlapped"
+        self.update: WorkHandle = DONE
+        """The newest update of the master, unless it was made at once."""
+        self.gradient_norms = KnownNorms()  # if this rank counts it
         self._collectives = collectives
         self.is_persistent = placement.is_persistent
         self.buffer = buffer
@@ -81,7 +87,7 @@ class Unit:
         be added to a sum over all ranks."""
         _, shards = self.hierarchy.shard_index(placement.gradients)
         self._gradients = GradientBuffers(self.layout, shards, buffer.dtype, pool)
-        self._allocate(feedback_levels, is_offloaded)
+        self._allocate(feedback_levels, is_offloaded=update == "on_host")
         self._publishing = AsyncChain(self.weights, f"publish {name}")
         self._gathering = AsyncChain(self.weights, f"gather {name}")
         self._reducing = AsyncChain(self.gradient, f"reduce {name}")
@@ -144,8 +150,9 @@ class Unit:
 
     @property
     def has_no_messages(self) -> bool:
-        """Whether no state of the unit comes from another rank or from the host."""
-        return self.hierarchy.size == 1 and self.host is None
+        """Whether no state of the unit comes from another rank, from the host or from an update
+        under the forward."""
+        return self.hierarchy.size == 1 and self.host is None and not self.is_overlapped
 
     @property
     def counts(self) -> bool:
@@ -182,24 +189,22 @@ class Unit:
         are NaN."""
         self._publishing.wait()
         self.reshard()
-        self._parameters.begin_step(self.full if self.computes_with_masters else None)
+        is_published = self.computes_with_masters and not self.is_overlapped
+        self._parameters.begin_step(self.full if is_published else None)
         self.is_stale = True
 
     def start_publishing(self) -> None:
         """Begin to bring the masters to every copy of the weights that gathers read from."""
         self.is_stale = False
-        if self.computes_with_masters or not self.placement.has_copy:
-            return
-        place, label = self.placement, self._publishing.label
-        source = self.master if self.host is None else self.host.take_weights()
-        self._publishing = self._collectives.publish(
-            source,
-            self.weights,
-            place.optimizer,
-            place.backward_weights,
-            label,
-            self.host is not None,
-        )
+        place, label, update = self.placement, self._publishing.label, self.update
+        if self.computes_with_masters:
+            self._publishing = AsyncChain(self.weights, label, update)
+        elif place.has_copy:
+            start, stop, is_on_host = place.optimizer, place.backward_weights, self.host is not None
+            source = self.master if self.host is None else self.host.take_weights(update)
+            self._publishing = self._collectives.publish(
+                source, self.weights, start, stop, label, update, is_on_host
+            )
 
     def finish_publishing(self) -> None:
         """Wait until the copies hold the published values of the masters."""
@@ -208,6 +213,7 @@ class Unit:
         self._publishing.wait()
         if not self.placement.has_copy:
             self._gathering.wait()  # it reads the masters
+        self._finish_update()
         self._show_if_persistent()
 
     def _show_if_persistent(self) -> None:
@@ -231,13 +237,6 @@ class Unit:
         ).wait()
         self._show_if_persistent()
 
-    def gather_master(self) -> torch.Tensor:
-        """The unsharded masters, fp32 [numel], in new memory. All ranks call it."""
-        depth = self.placement.optimizer
-        full = torch.empty(self.layout.numel, device=self.buffer.device)
-        self._collectives.local_slice(full, 0, depth).copy_(self.master)
-        return self._collectives.gather_exact(full, depth, 0, f"masters {self.name}").wait()
-
     def start_unshard(self) -> None:
         """Begin to gather the weights, unless they are unsharded or have begun to be."""
         if self.phase is not Phase.RESHARDED:
@@ -252,7 +251,8 @@ class Unit:
 
     def _start_gather(self, place: Placement, label: str) -> AsyncChain:
         if not place.has_copy:
-            return self._collectives.publish(self.master, self.full, place.optimizer, 0, label)
+            start = place.optimizer
+            return self._collectives.publish(self.master, self.full, start, 0, label, self.update)
         depth, published = place.backward_weights, self._publishing.work
         return self._collectives.gather(self.weights, self.full, depth, 0, label, published)
 
@@ -266,6 +266,7 @@ class Unit:
         self.start_unshard()
         self._gathering.wait()
         self._publishing.wait()  # over already, because the gathering comes after it
+        self._finish_update()
 
     def keep_unsharded(self) -> None:
         """Stay unsharded for the next forward, unless another unit needs the buffer, or the weights
@@ -292,16 +293,24 @@ class Unit:
         self.finish_reducing()
         self._is_fresh = True
         self.is_finishing = False
+        if not self.is_overlapped or self.update is DONE:
+            self._free_gradient()
+
+    def _free_gradient(self) -> None:
         self._gradients.clear()
         self._reducing.value = self.gradient
+
+    def _finish_update(self) -> None:
+        """Wait for an overlapped update, and free the gradient that it has read."""
+        if self.is_overlapped and self.update is not DONE:
+            self.update.wait()
+            self.update = DONE
+            self._free_gradient()
 
     def collect_gradient(self, index: int, parameter: nn.Parameter) -> None:
         """Move the new gradient of parameter `index` into the flat gradient."""
         fresh, parameter.grad = parameter.grad, None
         assert fresh is not None
-        fresh = fresh.detach()  # with create_graph=True it has a graph
-        if fresh.layout is not torch.strided:  # nn.Embedding(sparse=True)
-            fresh = fresh.to_dense()
         self._start_gradient()
         self._gradients.flat.put(index, fresh)
 
@@ -359,13 +368,17 @@ class Unit:
             self.feedback.errors,
             self._reducing.work,
         )
-        to_host = self._receive if self.host is not None else None
-        self._collectives.sum_over_replicas(self._finished, place.optimizer, to_host)
+        level = HOST if self.host is not None else place.optimizer - 1
+        self._collectives.sum_over_replicas(self._finished, place.optimizer, level, self._complete)
 
-    def _receive(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Copy the optimizer shard of the gradient to the host. Returns the copy."""
-        assert self.host is not None
-        return self.host.receive(self._clear_unused(gradient))
+    def _complete(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The optimizer shard of the gradient, zero where it belongs to no parameter that is
+        trained. That of an offloaded unit is copied to the host."""
+        clear_unused(gradient, self.layout, self.range, self.parameters)
+        norms = row_norms(gradient) if self.counts else None
+        complete = gradient if self.host is None else self.host.receive(gradient)
+        self.gradient_norms.keep(norms, complete)
+        return complete
 
     def finish_gradient(self) -> torch.Tensor:
         """Wait for `start_finishing`. Returns this rank's optimizer shard of the gradient, fp32,
@@ -378,23 +391,10 @@ class Unit:
         gradient = self._finished.wait()
         self._finished = None
         self.finish_reducing()  # over already
-        return gradient if self.host is not None else self._clear_unused(gradient)
+        return gradient
 
     def release_gradient(self) -> None:
         """Free the gradient shard of an offloaded unit when its copy to the host has ended."""
         if self.host is not None and self._finished is not None:
             self._finished.wait()
-            self._gradients.clear()
-            self._reducing.value = self.gradient
-
-    def _clear_unused(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Set this rank's optimizer shard of the gradient to zero where it belongs to no parameter
-        that is trained."""
-        # Quantisation, and rotation above all, leaves values in padding and in frozen parameters.
-        gradient[self.layout.padding_within(*self.range)].zero_()
-        pairs = zip(self.layout.entries, self.parameters, strict=True)
-        frozen = {entry.name for entry, parameter in pairs if not parameter.requires_grad}
-        for entry, first, last, at in self.layout.within(*self.range) if frozen else ():
-            if entry.name in frozen:
-                gradient[at : at + last - first].zero_()
-        return gradient
+            self._free_gradient()

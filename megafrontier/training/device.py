@@ -52,6 +52,8 @@ def describe_kernels(config: Config, world: World, plan: RunPlan, model: GPT) ->
     reason = reason_not_compiled(config, world)
     if reason is not None:
         yield f"warning: train.compile: {reason}; the blocks run uncompiled"
+    if config.train.cuda_graphs and world.device.type == "cpu":
+        yield "warning: train.cuda_graphs: true, but a CPU has none; blocks run as before"
     dtype = DTYPES[config.train.precision]
     documents, is_cut = config.data.document_mask, plan.shape.splits.context > 1
     attention = attention_backend(config.model, world.device, dtype, documents, is_cut)

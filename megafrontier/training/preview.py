@@ -72,8 +72,9 @@ def _check_packages(config: Config) -> None:
     for name in log.callbacks:
         changes = load_class(name).after_optimizer is not Callback.after_optimizer
         is_offloaded = config.partition.offload.optimizer != "none"
-        if changes and is_offloaded:
-            fits = "may change masters after a step, need partition.offload.optimizer=none"
+        if changes and (is_offloaded or config.partition.overlap_update):
+            key = "offload.optimizer=none" if is_offloaded else "overlap_update=false"
+            fits = f"may change masters after a step, need partition.{key}"
             raise UserError(f"log.callbacks: {name}, {fits}")
 
 

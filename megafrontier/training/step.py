@@ -49,7 +49,7 @@ def finish_step(
     if not mesh.counts_loss:
         totals = torch.zeros_like(totals)
     units = engine.trained_units
-    known = [unit.host.norms() if unit.host else None for unit in units]
+    known = [u.gradient_norms.of(g) for u, g in zip(units, gradients, strict=True)]
     square = square_sum(gradients, [unit.counts for unit in units], known)
     traffic = [kinds[kind] for kinds in engine.ledger.take_kinds() for kind in KINDS]
     waited = engine.ledger.take_waited()

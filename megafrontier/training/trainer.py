@@ -29,7 +29,7 @@ from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.param_spec import ParamSpec
 from megafrontier.parallel.world import World
 from megafrontier.partition import Engine, shard
-from megafrontier.partition.rules import UnitRules
+from megafrontier.partition.rules import UnitRules, Update
 from megafrontier.partition.unit import InitialSlice
 from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.pipeline.division import block_names, divide_model
@@ -194,6 +194,7 @@ def build_model(
             loss_chunk_tokens=config.train.loss_chunk_tokens,
             checkpointing=config.checkpointing,
             compile_blocks=compiles,
+            cuda_graphs=config.train.cuda_graphs,
             z_loss=config.train.z_loss,
         )
     divide_model(model, plan.division, mesh)
@@ -210,28 +211,35 @@ def build_model(
         dtype=DTYPES[config.train.precision],
         wires=plan.wires,
         error_feedback=plan.error_feedback,
-        rules=partial(_unit_rules, plan, mesh, DTYPES[config.train.precision], groups),
+        rules=partial(_unit_rules, config, plan, mesh, groups),
         overlap=config.partition.overlap,
         prefetch=config.partition.prefetch,
         check_order=config.partition.check_order,
         initial=initial_values(config) if has_values else partial(_zeros, mesh.device),
         groups=groups.of,
         stages=block_names(model, plan.division, mesh.pipeline_rank),
-        is_offloaded=plan.is_offloaded,
+        update=_update(config, plan),
     )
     connect(engine)
     return model, engine
 
 
+def _update(config: Config, plan: RunPlan) -> Update:
+    if plan.is_offloaded:
+        return "on_host"
+    return "overlapped" if config.partition.overlap_update else "at_once"
+
+
 def _unit_rules(
-    plan: RunPlan, mesh: Mesh, dtype: torch.dtype, groups: OptimizerGroups, spec: ParamSpec
+    config: Config, plan: RunPlan, mesh: Mesh, groups: OptimizerGroups, spec: ParamSpec
 ) -> UnitRules:
     state = plan.of(spec.axes)
     over, wires = mesh.hierarchy(spec.axes), state.wires
     wires = wires if over.crossed is None else wires.extended(over.crossed)
-    # lsp has masters on the device.
-    offloads = plan.is_offloaded and groups.of(spec)[0] != "lsp"
-    return UnitRules(over, state.placement, wires, dtype, state.error_feedback, offloads)
+    # Muon and lsp update at once, and have masters on the device.
+    update = _update(config, plan) if groups.of(spec)[0] in ("adamw", "sgd") else "at_once"
+    dtype = DTYPES[config.train.precision]
+    return UnitRules(over, state.placement, wires, dtype, state.error_feedback, update)
 
 
 def make_runner(config: Config, plan: RunPlan, mesh: Mesh, model: GPT, engine: Engine) -> Runner:

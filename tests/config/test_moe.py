@@ -4,7 +4,7 @@ import pytest
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, check
-from megafrontier.config.validation import build
+from megafrontier.config.building import build
 
 
 @pytest.mark.parametrize(

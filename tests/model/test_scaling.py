@@ -7,7 +7,7 @@ import torch
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import MoEConfig, OptimizerConfig, ScalingConfig
-from megafrontier.config.validation import build
+from megafrontier.config.building import build
 from megafrontier.model.families.hf_io import export_model, import_model
 from megafrontier.model.flops import parameter_specs
 from megafrontier.model.gpt import GPT

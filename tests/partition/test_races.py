@@ -5,10 +5,15 @@ streams show them.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from megafrontier.config import OptimizerConfig
+from megafrontier.optim import unit_optimizers
+from megafrontier.optim.adamw import ShardedAdamW
+from megafrontier.optim.unit_optimizers import UnitOptimizers
 from megafrontier.partition import Placement, shard
 from megafrontier.partition import engine as engine_module
 from megafrontier.partition.wires.registry import DTYPES
@@ -20,12 +25,24 @@ TOPO = "topo", "low", True, "bf16"
 HPZ = "hpz", "zero++", False, "bf16"
 ZERO2 = "zero2", "exact", False, "fp32"
 ZERO3 = "zero3", "exact", False, "fp32"
+DDP = "ddp", "exact", False, "fp32"
 
 
-def update(engine, optimizer):
-    for unit, gradient in zip(engine.units, engine.finish_gradients(), strict=True):
-        unit.master.grad = gradient.clone()
-    optimizer.step()
+class UpdateStream:
+    """The stream of overlapped updates, beside those of `races`."""
+
+    def __init__(self, races):
+        self.run = partial(races.run, 7)
+
+
+def adamw(name, masters):
+    whole = [(index, slice(None)) for index in range(len(masters))]
+    return ShardedAdamW(masters, [{"params": whole, "lr_scale": 1.0}], "torch")
+
+
+def end_step(engine, optimizer):
+    divisor, skip = torch.ones(2, dtype=torch.float64)
+    optimizer.step(engine.finish_gradients(), 0.02, divisor.clone(), skip - 1)
     engine.publish()
     engine.clear_gradients()
     engine.scale_errors(torch.ones(()))
@@ -46,29 +63,30 @@ def restore(engine):
 
 
 def train(
-    hierarchy, strategy, name, error_feedback, precision, policy, steps, order=1, offloads=False
+    hierarchy, strategy, name, error_feedback, precision, policy, steps, order=1, update="at_once"
 ):
     model, levels = TinyModel(tied=False), hierarchy.levels
     placement = replace(Placement.named(strategy, levels), has_copy=strategy != "zero3")
     engine = shard(
         model, model.units()[::order], placement, hierarchy,
         dtype=DTYPES[precision], overlap=policy, error_feedback=error_feedback,
-        wires=preset(name, strategy, levels, precision), is_offloaded=offloads,
+        wires=preset(name, strategy, levels, precision), update=update,
+        groups=lambda spec: ("adamw", 0),
     )  # fmt: skip
     engine.pool.shards.keeps = False  # as on an accelerator
-    optimizer = torch.optim.AdamW([unit.master for unit in engine.units], lr=0.02)
+    optimizer = UnitOptimizers(engine.units, None, OptimizerConfig(), elementwise=adamw)
     between_steps = lambda: evaluate(model), lambda: restore(engine), lambda: None
     for between in between_steps[:steps]:
         for number in range(2):
             backward(engine, model(batch(number)[:2]), is_last=number == 1)
-        update(engine, optimizer)
+        end_step(engine, optimizer)
         between()
     model(batch(3)[:2])  # without a backward
     engine.publish()
     engine.finish_publishing()
 
 
-def watch(case, policy, sizes=(2, 2), steps=3, order=1, offloads=False):
+def watch(case, policy, sizes=(2, 2), steps=3, order=1, update="at_once"):
     """The races and the memory freed too early on all ranks, and the number of operators seen on
     the first rank."""
 
@@ -76,7 +94,9 @@ def watch(case, policy, sizes=(2, 2), steps=3, order=1, offloads=False):
         races = Races(policy)
         with pytest.MonkeyPatch.context() as patch, races.watching(patch):
             patch.setattr(engine_module, "CommStreams", lambda *_: races)
-            train(hierarchy, *case, policy, steps, order, offloads)
+            if update == "overlapped":
+                patch.setattr(unit_optimizers, "make_stream", lambda *_, **__: UpdateStream(races))
+            train(hierarchy, *case, policy, steps, order, update)
         return races.found, races.freed, races.operators
 
     found, freed, operators = zip(*run_ranks(sizes, body), strict=True)
@@ -102,7 +122,17 @@ def test_no_memory_is_accessed_or_freed_while_it_is_in_use(case, policy, sizes, 
 
 @pytest.mark.parametrize(("case", "policy"), [(TOPO, "full"), (ZERO2, "safe")])
 def test_copies_to_and_from_the_host_use_no_memory_that_is_in_use(case, policy):
-    found, freed, operators = watch(case, policy, offloads=True)
+    found, freed, operators = watch(case, policy, update="on_host")
+    assert found == set()
+    assert freed == set()
+    assert operators > 500
+
+
+@pytest.mark.parametrize(
+    ("case", "policy"), [(TOPO, "full"), (ZERO2, "safe"), (ZERO3, "full"), (DDP, "safe")]
+)
+def test_updates_under_the_forward_use_no_memory_that_is_in_use(case, policy):
+    found, freed, operators = watch(case, policy, update="overlapped")
     assert found == set()
     assert freed == set()
     assert operators > 500

@@ -59,7 +59,8 @@ def _draw(rng: Random) -> Drawn:
     schedule = _chosen(
         rng, "partition", overlap=["safe", "full"], prefetch=range(4), check_order=["true", "false"]
     )
-    schedule += _chosen(rng, "partition.offload", optimizer=["none", "cpu"])
+    late = rng.choice(["offload.optimizer=none", "offload.optimizer=cpu", "overlap_update=true"])
+    schedule.append(f"partition.{late}")
     batches = [
         f"train.global_batch={levels.ranks * accumulation * micro_batch}",
         f"train.micro_batch={micro_batch}",

@@ -29,10 +29,12 @@ def test_without_a_compiler_the_blocks_run_as_they_are_after_a_warning(train):
     plain, lines = train("plain", "model.dropout=0.1")
     assert lines == ["attention: math; blocks: not compiled"]
     with inductor.patch("cpp.cxx", ("no-such-compiler",)):
-        found, lines = train("asked", "model.dropout=0.1", "train.compile=true")
+        chosen = ("train.compile=true", "train.cuda_graphs=true")
+        found, lines = train("asked", "model.dropout=0.1", *chosen)
     assert found == plain
     assert lines == [
         "warning: train.compile: no working C++ compiler (CXX or g++); the blocks run uncompiled",
+        "warning: train.cuda_graphs: true, but a CPU has none; blocks run as before",
         "attention: math; blocks: not compiled",
     ]
 

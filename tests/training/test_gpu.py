@@ -134,6 +134,20 @@ def test_an_error_of_all_ranks_ends_each_with_its_exit_code(folder):
     assert [process.returncode for process in started] == [FAILED] * 4, ended
 
 
+def test_updates_under_the_forward_and_cuda_graphs_give_the_same_losses(folder):
+    compiled = ("train.compile=true", "data.document_mask=false")
+    for mode in ("none", "selective"):
+        always = (*compiled, f"train.activation_checkpointing={mode}")
+        expected, *others = (
+            runs.losses(train(folder, f"{mode}-{number}", 1, *always, *chosen))
+            for number, chosen in enumerate(
+                [(), ("partition.overlap_update=true",), ("train.cuda_graphs=true",)]
+            )
+        )
+        for losses in others:
+            assert losses == pytest.approx(expected, rel=1e-3)
+
+
 def test_every_checkpointing_gives_the_same_losses_compiled_or_not(folder):
     modes = ("none", "selective", "block", "offload")
     for compiled in ("false", "true"):

@@ -23,14 +23,19 @@ RECOMPILE_LIMIT = 64
 T = TypeVar("T")
 
 
-def compiled(function: Callable[..., T]) -> Callable[..., T]:
-    """The function, compiled as one graph per set of input shapes."""
+def compiled(function: Callable[..., T], graphs: bool = False) -> Callable[..., T]:
+    """The function, compiled as one graph per set of input shapes.
+
+    graphs: on a GPU, record its kernels as a CUDA or HIP graph for each address of its weights, and
+        launch them with one call. The engine gathers a unit into the same buffer every time.
+    """
     _prepare()
     # It warns on every rank that checkpointed code must not work in place. Ours does not.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     # Kinds of blocks times modes of activation checkpointing may be more graphs than its 8.
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    return torch.compile(function, backend=BACKEND, fullgraph=True, dynamic=False)
+    options: dict[str, Any] | None = {"triton.cudagraphs": True} if graphs else None
+    return torch.compile(function, backend=BACKEND, fullgraph=True, dynamic=False, options=options)
 
 
 @cache

@@ -106,17 +106,19 @@ class LevelCollectives:
         start: int,
         stop: int,
         label: str,
+        after: WorkHandle = DONE,
         is_on_host: bool = False,
     ) -> AsyncChain:
-        """Bring `master`, a slice at depth `start`, to all copies `weights` at depth `stop`. It is
-        fp32, or rounded to the type of the copies. `is_on_host`: it lies in the host's memory.
+        """Bring `master`, a slice at depth `start`, to all copies `weights` at depth `stop`, after
+        its update. It is fp32, or rounded to the type of the copies. `is_on_host`: it lies in the
+        host's memory.
 
         Over the outermost levels with delta wires, only the change since the last publication is
         sent. It is computed from the published weights, so the error of one message is part of the
         next change. Every rank, the owner too, adds the same decoded change.
         """
         levels = delta_levels(self._wires, self.hierarchy.levels.sizes, start, stop)
-        chain = AsyncChain(self.local_slice(weights, stop, start), label, kind=self._gathered)
+        chain = AsyncChain(self.local_slice(weights, stop, start), label, after, self._gathered)
         depth = levels[0] if levels else start
         if levels:
             if is_on_host:
@@ -200,17 +202,19 @@ class LevelCollectives:
         self,
         chain: AsyncChain,
         depth: int,
-        to_host: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        level: int,
+        function: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """Sum the chain's fp32 slice at `depth` in place over all levels beyond it.
 
         One owner adds up each shard and gathers give it back, so all replicas hold the same bits,
         and slow levels carry only a shard of the slice. The gathers over the inner levels are
         deferred until `CommStreams.issue_deferred` or the next sum: its reduction uses these levels
-        first, and would wait there until the slow level is done. `to_host`: copies the sum.
+        first, and would wait there until the slow level is done. Then comes `function` of the sum,
+        on the stream of `level`.
         """
         rest = self._sum_over_replicas(self._wires.reduce, chain, depth)
-        last = [] if to_host is None else [Op(chain, HOST, to_host)]
+        last = [Op(chain, level, function)]
         if rest:
             self._streams.defer([*rest, *last])
         else:

@@ -137,10 +137,11 @@ class _DeviceWork:
 class DeviceStream:
     """A stream of a CUDA or ROCm device. The caller only enqueues."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, is_urgent: bool) -> None:
         # High priority, or each small kernel would wait behind a matrix product. ROCm has no
         # priorities, only one more queue on the same hardware (ROCm/rocm-systems#8485).
-        self._stream = torch.cuda.Stream(device, priority=0 if torch.version.hip else -1)
+        is_first = is_urgent and not torch.version.hip
+        self._stream = torch.cuda.Stream(device, priority=-1 if is_first else 0)
 
     def run(self, task: Task, after: WorkHandle) -> WorkHandle:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -250,16 +251,17 @@ class CommStreams:
             work.wait()
 
 
-STREAMS: dict[str, Callable[[str, torch.device], Stream]] = {
-    "cpu": lambda name, device: ThreadStream(name),
-    "cuda": lambda name, device: DeviceStream(device),
+STREAMS: dict[str, Callable[[str, torch.device, bool], Stream]] = {
+    "cpu": lambda name, device, is_urgent: ThreadStream(name),
+    "cuda": lambda name, device, is_urgent: DeviceStream(device, is_urgent),
 }
 """What makes a stream of a name, by the type of device. A simulation adds its own."""
 
 
-def make_stream(name: str, device: torch.device) -> Stream:
-    """A stream of a device: of the CPU, a thread."""
-    return STREAMS[device.type](name, device)
+def make_stream(name: str, device: torch.device, is_urgent: bool = True) -> Stream:
+    """A stream of a device: of the CPU, a thread. `is_urgent`: its tasks are small, and the
+    computation is going to wait for them."""
+    return STREAMS[device.type](name, device, is_urgent)
 
 
 @dataclass

@@ -59,7 +59,7 @@ class FullStateDict:
         self._is_entered = False
         names = self._names(model, prefix)
         for unit in self._units:
-            full = unit.gather_master()
+            full = _gather_master(unit)
             for entry, value in zip(unit.layout.entries, unit.layout.views(full), strict=True):
                 # Each with memory of its own, because safetensors refuses views of a buffer.
                 value = value.to("cpu", copy=True)
@@ -105,3 +105,12 @@ def _copy_full(unit: Unit, entry: Entry, name: str, value: torch.Tensor, errors:
     for part, first, last, at in unit.layout.within(*unit.range):
         if part is entry:
             unit.master[at : at + last - first] = value.reshape(-1)[first:last]
+
+
+def _gather_master(unit: Unit) -> torch.Tensor:
+    """The unsharded masters, fp32 [numel], in new memory. All ranks call it."""
+    unit.update.wait()
+    depth, over = unit.placement.optimizer, unit.collectives
+    full = torch.empty(unit.layout.numel, device=unit.buffer.device)
+    over.local_slice(full, 0, depth).copy_(unit.master)
+    return over.gather_exact(full, depth, 0, f"masters {unit.name}").wait()

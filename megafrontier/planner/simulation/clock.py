@@ -114,4 +114,4 @@ class ClockWork:
         self.clock.wait_until(self.time, self.level)
 
 
-STREAMS["meta"] = lambda name, device: ClockStream(name)
+STREAMS["meta"] = lambda name, device, is_urgent: ClockStream(name)

@@ -12,7 +12,7 @@ from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, ModelConfig, OptimizerConfig, config_to_dict
-from megafrontier.config.validation import build
+from megafrontier.config.building import build
 from megafrontier.model.flops import parameter_specs
 from megafrontier.optim.groups import STATES, OptimizerGroups
 from megafrontier.training.resume.upcycle import Upcycled

@@ -49,6 +49,14 @@ CONTENDERS = {
         f"{FOLDER}.ours:ours",
         {"compiled": True, "linear_precision": "fp8"},
     ),
+    "ours, compiled, update under the forward": (
+        f"{FOLDER}.ours:ours",
+        {"compiled": True, "overlap_update": True},
+    ),
+    "ours, compiled, CUDA graphs": (
+        f"{FOLDER}.ours:ours",
+        {"compiled": True, "cuda_graphs": True},
+    ),
     "ours, eager": (f"{FOLDER}.ours:ours", {"compiled": False}),
     "plain PyTorch, compiled": (
         f"{FOLDER}.trainer_contender:plain",

@@ -6,7 +6,7 @@
 Prints each kernel of a block's forward and backward that is no matrix product and no attention, or
 of the loss of a chunk of tokens, and the bytes that it must move: each of its inputs once, and each
 of its outputs. A kernel that reads a value twice gets it from a cache the second time, at best.
-`--code FILE` also writes the kernels.
+`--code FILE` also writes the kernels. The last line says what keeps them from being one CUDA graph.
 
 The graphs are traced on the CPU and lowered for a device that has the properties of an H100 or
 MI250X and is never asked for anything else. They are those of the installed torch.
@@ -29,11 +29,13 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import compile_fx
 from torch._inductor import config as inductor
+from torch._inductor.cudagraph_utils import check_multiple_devices_or_any_cpu_nodes
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
+from torch._inductor.utils import get_first_incompatible_cudagraph_node
 from torch._inductor.virtualized import V
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -81,6 +83,8 @@ class Lowering:
     def __init__(self) -> None:
         self.kernels: dict[str, list[Kernel]] = {}
         self.code = ""
+        self.obstacles: list[str] = []
+        """Why a graph could not be recorded as a CUDA graph (`train.cuda_graphs`)."""
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
         aot_module_simplified(
@@ -133,6 +137,18 @@ class Lowering:
                 if isinstance(node, SchedulerNode | FusedSchedulerNode)
             ]
         self.code += code.value
+        self.obstacles += _obstacles(graph, lowering)
+
+
+def _obstacles(graph: torch.fx.GraphModule, lowering: GraphLowering) -> list[str]:
+    """Those for which inductor leaves out CUDA graphs."""
+    node = get_first_incompatible_cudagraph_node(graph)
+    found = [
+        check_multiple_devices_or_any_cpu_nodes(lowering.device_node_mapping),
+        None if node is None else f"operator {node.target}",
+        "changes its inputs" if lowering.mutated_inputs else None,
+    ]
+    return [each for each in found if each is not None]
 
 
 def _partition(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
@@ -227,6 +243,7 @@ def main() -> None:
     total = sum(kernel.moved for _, kernel in kernels) / 2**20
     rows.append(["all", f"{len(kernels)} kernels", f"{total:,.1f}"])
     print(markdown(["", "kernel", "MiB"], rows))
+    print(f"\nCUDA graphs: {', '.join(found.obstacles) or 'nothing in their way'}")
     if arguments.code is not None:
         arguments.code.write_text(found.code)
 

@@ -55,12 +55,18 @@ def ours(
     linear_precision: Literal["fp8"] | None = None,
     offloaded: bool = False,
     share: float | None = None,
+    overlap_update: bool = False,
+    cuda_graphs: bool = False,
 ) -> dict[str, float]:
     """The framework's own loop, on one rank. With `share`, activation checkpointing is `auto`, and
     the budget lies at this share of the way from what `block` needs to what `none` needs."""
     chosen = Setting(**setting)
     config = our_config(chosen, compiled, checkpointing, offloaded)
     config.train.linear_precision = linear_precision
+    config.train.cuda_graphs, config.partition.overlap_update = cuda_graphs, overlap_update
+    check(config)
+    if cuda_graphs and device().type == "cpu":
+        raise Unable("no GPU")
     if share is not None:
         config = _with_budget(config, share)
     missing = missing_float8(device()) if linear_precision else None

@@ -1,4 +1,4 @@
-"""Masters and optimizer states in host memory: the same numbers, under the next forward."""
+"""Masters that are updated under the next forward, on the device or the host: the same numbers."""
 
 import threading
 from dataclasses import replace
@@ -22,6 +22,7 @@ from tests import runs
 from tests.ranks import run_mesh
 
 OFFLOAD = "partition.offload.optimizer=cpu"
+OVERLAP = "partition.overlap_update=true"
 SMALL = ("train.global_batch=8", "train.loss_scale=8")
 NONE = "partition.overlap=none"
 PLAIN = [
@@ -84,19 +85,23 @@ def states(trainer):
         ((1,), Splits(), ALONE),
     ],
 )
-def test_losses_norms_and_states_are_those_without_offload_to_the_bit(folder, sizes, splits, cases):
+def test_losses_norms_and_states_are_those_of_updates_at_once_to_the_bit(
+    folder, sizes, splits, cases
+):
     def train(mesh, *chosen):
         with runs.open_trainer(runs.load(folder / "config.yaml", *SMALL, *chosen), mesh) as trainer:
-            trainer.engine.pool.shards.keeps = OFFLOAD not in chosen
+            # Gradients leave early, as on an accelerator.
+            trainer.engine.pool.shards.keeps = not {OFFLOAD, OVERLAP} & set(chosen)
             return steps(trainer), trainer.optimizer.steps, states(trainer)
 
     def body(mesh):
         differing = []
         for chosen in cases:
             *numbers, tensors = train(mesh, *chosen)
-            *others, offloaded = train(mesh, *chosen, OFFLOAD)  # whose gradients leave early
-            if numbers != others or not all(map(torch.equal, tensors, offloaded)):
-                differing.append((chosen, numbers, others))
+            for late in (OFFLOAD,) if NONE in chosen else (OFFLOAD, OVERLAP):
+                *others, found = train(mesh, *chosen, late)
+                if numbers != others or not all(map(torch.equal, tensors, found)):
+                    differing.append((chosen, late, numbers, others))
         return differing
 
     assert not any(run_mesh(sizes, body, splits=splits))
@@ -106,7 +111,7 @@ def test_a_checkpoint_of_either_kind_goes_on_as_the_other_to_the_bit(folder):
     always = (*SMALL, "machine=laptop", "train.precision=bf16")
 
     def body(mesh, first, second):
-        name = f"run.directory={folder}/{mesh.levels.ranks}{len(first)}"
+        name = f"run.directory={folder}/{first}"
         config = runs.load(folder / "config.yaml", *always, name, *first)
         with runs.open_trainer(config, mesh) as trainer:
             train_step(trainer)
@@ -117,17 +122,20 @@ def test_a_checkpoint_of_either_kind_goes_on_as_the_other_to_the_bit(folder):
             resume(trainer, RunLogger(None))
             return expected, [train_step(trainer).loss for _ in range(2)]
 
-    for first, second in (((OFFLOAD,), ()), ((), (OFFLOAD,))):
+    for first, second in (((OFFLOAD,), ()), ((), (OVERLAP,)), ((OVERLAP,), (OFFLOAD,))):
         for expected, found in run_mesh((2,), lambda mesh, a=first, b=second: body(mesh, a, b)):
             assert found == expected
 
 
-def test_a_forward_waits_for_updates_of_the_next_units_alone_and_gradients_leave_at_once(folder):
+@pytest.mark.parametrize("late", [OFFLOAD, OVERLAP])
+def test_a_forward_waits_for_updates_of_the_next_units_alone_and_gradients_leave_early(
+    folder, late
+):
     def body(mesh):
-        chosen = (OFFLOAD, "machine=laptop", "train.micro_batch=16")
+        chosen = (late, "machine=laptop", "train.micro_batch=16")
         config = runs.load(folder / "config.yaml", *chosen)
         with runs.open_trainer(config, mesh) as trainer:
-            begun, update = threading.Event(), trainer.optimizer._update_on_host
+            begun, update = threading.Event(), trainer.optimizer._update_late
             waited = []
 
             def slow(optimizer, index, *rest):
@@ -135,7 +143,7 @@ def test_a_forward_waits_for_updates_of_the_next_units_alone_and_gradients_leave
                     waited.append(begun.wait(20))
                 update(optimizer, index, *rest)
 
-            trainer.optimizer._update_on_host = slow
+            trainer.optimizer._update_late = slow
             pool = trainer.engine.pool.shards
             pool.keeps = False  # as on an accelerator
             held = HeldBytes(pool)
@@ -144,11 +152,11 @@ def test_a_forward_waits_for_updates_of_the_next_units_alone_and_gradients_leave
             train_step(trainer)
             handle.remove()
             trainer.engine.finish_publishing()
-            every = sum(unit.layout.numel * 4 for unit in trainer.engine.units)
-            last = sum(unit.layout.numel * 4 for unit in trainer.engine.units[:2])
-            return waited, held.most == last < every
+            sizes = [unit.layout.numel * 4 for unit in trainer.engine.units]
+            most = sum(sizes[:2] if late == OFFLOAD else sizes)  # the last two, or all
+            return waited, held.most == most, pool.held_bytes
 
-    assert run_mesh((1,), body) == [([True, True], True)]
+    assert run_mesh((1,), body) == [([True, True], True, 0)]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +165,7 @@ def test_a_forward_waits_for_updates_of_the_next_units_alone_and_gradients_leave
         ("optimizer.name=muon", "optimizer.name: muon, need adamw, sgd or lsp"),
         ("optimizer.groups=[{match: matrix, name: muon}]", "groups.0..name: muon, need adamw"),
         ("optimizer.fused=apex", "optimizer.fused: apex, need torch or none"),
-        ("log.callbacks=[tests.training.test_offload.MoveMasters]", "may change masters"),
+        ("log.callbacks=[tests.training.test_late_updates.MoveMasters]", "may change masters"),
     ],
 )
 def test_what_cannot_be_offloaded_is_refused_in_one_line(folder, chosen, line):
@@ -184,3 +192,19 @@ def test_a_plan_counts_the_optimizers_state_on_the_host_alone(folder):
     too_small = replace(plan, machine=replace(plan.machine, device=less))
     with pytest.raises(UserError, match=r"host_memory_gib: .* for each rank, need"):
         check_host_memory(config, too_small, 1)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "line"),
+    [
+        (NONE, "partition.overlap: none, need safe or full with partition.overlap_update"),
+        (OFFLOAD, "offload.optimizer: cpu, need none with partition.overlap_update, which it"),
+        (
+            "log.callbacks=[tests.training.test_late_updates.MoveMasters]",
+            "need partition.overlap_update",
+        ),
+    ],
+)
+def test_what_cannot_overlap_updates_is_refused_in_one_line(folder, chosen, line):
+    with pytest.raises(UserError, match=line):
+        check_training(runs.load(folder / "config.yaml", OVERLAP, chosen), 4)
