@@ -23,6 +23,8 @@ from megafrontier.parallel.param_spec import Kind, ParamSpec, global_ranges, set
 
 CHUNK = 2**18
 """Elements per generator. Never change it: a seed would mean other weights."""
+FEW = 16
+"""Fewer elements than these torch draws in double precision, and would scale them in it."""
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -79,8 +81,8 @@ def initial_slice(seed: int, spec: ParamSpec, start: int, stop: int) -> Tensor:
     if spec.init_std == 0:
         return torch.full((stop - start,), spec.init_mean)
     ranges = list(global_ranges(spec, start, stop))
-    values = _normal(f"{seed}/{spec.name}", prod(spec.shape), ranges, stop - start)
-    values = values * spec.init_std
+    stream, numel = f"{seed}/{spec.name}", prod(spec.shape)
+    values = _normal(stream, numel, ranges, stop - start, spec.init_std)
     limit = spec.valid_numel
     values[sum(max(0, min(last, limit) - first) for first, last in ranges) :] = 0.0
     return values
@@ -94,21 +96,32 @@ def initialise(model: nn.Module, seed: int) -> None:
             parameter.copy_(values.view(parameter.shape))
 
 
-def _normal(stream: str, numel: int, ranges: Sequence[tuple[int, int]], count: int) -> Tensor:
-    """The `count` elements in ascending ranges of `numel` standard normal numbers."""
+def _normal(
+    stream: str, numel: int, ranges: Sequence[tuple[int, int]], count: int, std: float
+) -> Tensor:
+    """The `count` elements in ascending ranges of `numel` normal numbers."""
     values = torch.empty(count)
     parts = list(_chunk_parts(ranges))
 
-    def draw(number: int) -> Tensor:
-        # Always a whole chunk, because the numbers of randn depend on how many are drawn.
-        length = min(CHUNK, numel - number * CHUNK)
-        return torch.randn(length, generator=_generator(f"{stream}/{number}"))
+    def draw(number: int, out: Tensor) -> None:
+        # Nothing here may be parallel by itself: each thread would start threads of its own.
+        generator = _generator(f"{stream}/{number}")
+        if out.numel() < FEW:
+            out.normal_(generator=generator).mul_(std)
+        else:
+            out.normal_(std=std, generator=generator)
 
     def fill(part: tuple[int, list[tuple[int, int, int]]]) -> None:
         number, pieces = part
-        drawn = draw(number)
+        # Always a whole chunk, because the numbers depend on how many are drawn.
+        length = min(CHUNK, numel - number * CHUNK)
+        if pieces[0][:2] == (0, length):
+            draw(number, values[pieces[0][2] :][:length])
+            return
+        drawn = torch.empty(length)
+        draw(number, drawn)
         for first, last, at in pieces:
-            values[at : at + last - first] = drawn[first:last]
+            values.numpy()[at : at + last - first] = drawn.numpy()[first:last]
 
     threads = min(own_cores(os.environ), len(parts))
     if threads < 2:

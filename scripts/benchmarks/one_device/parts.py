@@ -13,6 +13,7 @@ Each variant runs in a process of its own, in turns, forward and backward togeth
   planner's libraries are then held before the part runs, so compare peaks by `plan`;
 * start: building the model and the first step, with blocks that are not compiled, and compiled with
   the compiler's cache empty, and full;
+* initial: drawing the initial values of the 1.3B model, with all cores and with one;
 * norm: RMSNorm as torch has it, compiled, and apex's where it is installed;
 * adamw: torch's fused, torch's own loop, and apex's where it is installed;
 * gate, rotary, product: see `pointwise`.
@@ -28,6 +29,7 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from math import prod
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, get_args
@@ -37,6 +39,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megafrontier.common.errors import UserError, exit_on_fatal_error
+from megafrontier.model.flops import parameter_specs
+from megafrontier.model.init import initial_slice
 from megafrontier.model.kernels.varlen import document_attention
 from megafrontier.model.loss import linear_cross_entropy
 from megafrontier.model.positions import document_mask
@@ -182,6 +186,21 @@ def start(setting: dict[str, Any], compiled: bool, cached: bool = False) -> dict
     return figures | {"step_seconds": figures["warm_up_seconds"]}
 
 
+def initial(cores: int) -> dict[str, float]:
+    """The initial values of the 1.3B model, one parameter after another, with 0: all cores."""
+    if cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+        torch.set_num_threads(cores)
+    setting = Setting("1.3B", "bf16", 1, 2048, 0, 0, "no corpus")
+    specs = parameter_specs(setting.model)
+
+    def draw() -> None:
+        for spec in specs.values():
+            initial_slice(1, spec, 0, prod(spec.shape))
+
+    return repeat(draw, 1, 1)
+
+
 def loss_tasks() -> list[Task]:
     """Llama's head at the width of 1.3B on a GPU, narrower on a CPU."""
     sizes = {"tokens": 16384 if ON_GPU else 4096, "hidden": 2048 if ON_GPU else 256}
@@ -249,6 +268,15 @@ def start_tasks(out: Path) -> list[Task]:
             {"setting": asdict(setting), **options},
         )
         for name, options in variants.items()
+    ]
+
+
+def initial_tasks() -> list[Task]:
+    """With threads and without."""
+    counts = {"all cores": 0, "one core": 1}
+    return [
+        Task("initial values of 1.3B", name, f"{MODULE}:initial", {"cores": cores})
+        for name, cores in counts.items()
     ]
 
 
@@ -335,6 +363,7 @@ def main() -> None:
         *document_tasks(),
         *checkpointing_tasks(arguments.out, arguments.rows),
         *start_tasks(arguments.out),
+        *initial_tasks(),
         *norm_tasks(),
         *adamw_tasks(),
         *pointwise.tasks(),
