@@ -60,8 +60,13 @@ def test_several_cores_draw_the_same_values(make_config, monkeypatch):
 
 def test_a_slice_draws_only_the_chunks_it_overlaps(make_config, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 1000)
-    drawn, randn = [], torch.randn
-    monkeypatch.setattr(torch, "randn", lambda n, **kw: drawn.append(n) or randn(n, **kw))
+    drawn, normal = [], torch.Tensor.normal_
+
+    def counted(tensor, **options):
+        drawn.append(tensor.numel())
+        return normal(tensor, **options)
+
+    monkeypatch.setattr(torch.Tensor, "normal_", counted)
     spec = parameter_specs(make_config())[UP]
     initial_slice(3, spec, 1500, 2500)
     assert sum(drawn) == 2000
