@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
 
+from megafrontier.common.async_copy import DeviceTimer
 from megafrontier.common.errors import UserError, need
 from megafrontier.config import PartitionConfig
 from megafrontier.config.building import build
@@ -23,6 +24,7 @@ from megafrontier.partition.wires.registry import DTYPES
 
 M = TypeVar("M", bound=nn.Module)
 _ATTRIBUTE = "_megafrontier_sharded"
+STATES = ("weights", "backward_weights", "gradients", "optimizer")
 Blocks = str | nn.Module | Sequence[str | nn.Module]
 
 
@@ -38,6 +40,8 @@ class ShardedModel:
     optimizer: object = None
     """The newest optimizer of the model."""
     gradients: list[torch.Tensor] | None = None
+    is_offloaded: bool = False
+    """Whether gradients and masters are in host memory when a step ends."""
 
     def __deepcopy__(self, _memo: object) -> None:
         """A copy of a model, where it is not refused, is a plain module."""
@@ -46,6 +50,8 @@ class ShardedModel:
         """This rank's gradient shards, one for each trained unit, reduced and divided."""
         if self.gradients is None:
             self.gradients = self.engine.finish_gradients()
+            if self.is_offloaded:
+                DeviceTimer(self.engine.hierarchy.device).wait()
             if self.divisor != 1:
                 torch._foreach_div_(self.gradients, float(self.divisor))
         return self.gradients
@@ -86,6 +92,8 @@ def shard(
     reduce: Literal["mean", "sum"] = "mean",
     overlap: Literal["none", "safe", "full"] = "safe",
     prefetch: int = 1,
+    weights_copy: bool = True,
+    offload: bool = False,
     initial: InitialSlice | None = None,
 ) -> M:
     """Shard the state of any module over the levels of a mesh. Returns the module, whose class
@@ -111,6 +119,10 @@ def shard(
     reduce: gradients are the mean over data-parallel ranks, or their sum.
     overlap: none, safe (one collective in flight) or full (one a level).
     prefetch: blocks gathered ahead of the one that runs.
+    weights_copy: with False, gathers read the masters, and there is no copy of the weights in
+        `dtype`. It needs weights and optimizer sharded through the same levels.
+    offload: masters and states of the optimizer are in host memory, where it updates them. `Muon`
+        is refused.
     initial: (spec, start, stop) → elements [start, stop) of a parameter's initial value, 1-D fp32,
         for a model on the meta device. `spec` has its `name` and `shape`.
 
@@ -142,7 +154,8 @@ def shard(
         raise UserError(f"mesh: {mesh.splits}, but {type(model).__name__} has no plan for splits")
     inner = getattr(model, "_orig_mod", model)  # of torch.compile
     hierarchy = mesh.hierarchy()
-    config = _partition_config(placement, wires, overlap=overlap, prefetch=prefetch)
+    options = {"overlap": overlap, "prefetch": prefetch, "weights_copy": weights_copy}
+    config = _partition_config(placement, wires, options)
     where, formats, has_feedback = _resolve(config, hierarchy.levels, names[dtype])
     found_blocks = find_blocks(inner, blocks)
     engine = shard_over(
@@ -156,9 +169,11 @@ def shard(
         overlap=config.overlap,
         prefetch=config.prefetch,
         initial=initial,
+        update="on_host" if offload else "at_once",
     )
     divisor = hierarchy.size if reduce == "mean" else 1
-    found = ShardedModel(engine, divisor, [name for name, _ in found_blocks])
+    names_of_blocks = [name for name, _ in found_blocks]
+    found = ShardedModel(engine, divisor, names_of_blocks, is_offloaded=offload)
     inner.__dict__[_ATTRIBUTE] = found
     return model
 
@@ -177,7 +192,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     gradients = found.finish_gradients()
     counts = [unit.counts for unit in found.engine.trained_units]
     norm = global_norm(gradients, counts, found.engine.hierarchy.world)
-    torch._foreach_mul_(gradients, clip_factor(norm, max_norm).float())
+    factor = clip_factor(norm, max_norm).float()
+    torch._foreach_mul_(gradients, factor.cpu() if found.is_offloaded else factor)
     return norm
 
 
@@ -208,22 +224,32 @@ def _is_meant(block: str | nn.Module, name: str, module: nn.Module) -> bool:
 
 
 def _partition_config(
-    placement: str | Mapping[str, str], wires: str | Mapping[str, Any], **options: Any
+    placement: str | Mapping[str, str],
+    wires: str | Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> PartitionConfig:
     if isinstance(placement, str):
         known = ", ".join(STRATEGIES)
         need(placement in STRATEGIES, "placement", repr(placement), f"need one of {known}")
     values = {"strategy": placement} if isinstance(placement, str) else dict(placement)
+    for name in values.keys() - {"strategy", *STATES}:
+        need(False, f"placement: {name}", values[name], f"need keys among {', '.join(STATES)}")
     chosen = {"preset": wires} if isinstance(wires, str) else dict(wires)
-    return cast(PartitionConfig, build(PartitionConfig, values | options | {"wires": chosen}))
+    return cast(PartitionConfig, build(PartitionConfig, {**values, **options, "wires": chosen}))
 
 
 def _resolve(
     config: PartitionConfig, levels: Levels, precision: str
 ) -> tuple[Placement, Wires, bool]:
     try:
-        placement = Placement.from_config(config, levels)
+        placement = replace(Placement.from_config(config, levels), has_copy=config.weights_copy)
         wires = choose_wires(config.wires, placement, levels, precision)
+        if not config.weights_copy:
+            fits = (
+                "need weights and optimizer sharded through the same levels, of fp32 at least one"
+            )
+            need(placement.on(levels).saves_copy(precision), "weights_copy", False, fits)
+            need(not wires.have_deltas, "weights_copy", False, "need wires without deltas")
         return placement, wires, has_error_feedback(config, wires, placement, levels)
     except UserError as error:
         raise UserError(str(error).replace("partition.", "")) from error

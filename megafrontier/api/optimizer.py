@@ -38,8 +38,9 @@ class Optimizer(torch.optim.Optimizer):
         """
         found = sharded(model)
         build, name = partial(optimizer_class, **options), optimizer_class.__name__
-        scalars = scalar_states(name, build, found.engine.hierarchy.device)
         masters = [unit.master for unit in found.engine.trained_units]
+        device = masters[0].device if masters else found.engine.hierarchy.device
+        scalars = scalar_states(name, build, device)
         inner = ShardedOptimizer(masters, slice_groups(found.engine, model, params), build)
         self._attach(found, inner, scalars)
 

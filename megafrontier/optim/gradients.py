@@ -37,7 +37,8 @@ def global_norm(
 ) -> torch.Tensor:
     """Euclidean norm, float64 [], of gradients of which each rank has 1-D shards, counted as in
     `square_sum`. The same bits on every rank."""
-    return world.sum(square_sum(gradients, counts).view(1)).sqrt()[0]
+    square = square_sum(gradients, counts).to(world.device)
+    return world.sum(square.view(1)).sqrt()[0]
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -119,6 +119,11 @@ class Placement:
         """Whether the weights stay unsharded from step to step."""
         return self.backward_weights == 0 and self.has_copy
 
+    def saves_copy(self, precision: str) -> bool:
+        """Whether there is no copy of weights, computed with in `precision`, where there could be
+        one. Unsharded weights in fp32 are the masters."""
+        return not self.has_copy and (self.optimizer > 0 or precision != "fp32")
+
 
 def _depth(name: str, levels: Levels) -> int:
     """Depth of a strategy's level. On a machine without that name, `pair` is the fastest level and

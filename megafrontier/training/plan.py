@@ -134,8 +134,7 @@ def _check_copy(plan: RunPlan, precision: str) -> None:
         return
     states = (plan.of(()), DATA_PARALLEL), (plan.experts, EXPERT_AXES)
     here = [state.placement.on(plan.shape.over(axes)) for state, axes in states]
-    # Unsharded fp32 weights are the masters.
-    is_possible = any(not p.has_copy and (p.optimizer or precision != "fp32") for p in here)
+    is_possible = any(placement.saves_copy(precision) for placement in here)
     fits = "need weights and optimizer sharded through the same levels, of fp32 at least one"
     need(is_possible, "partition.weights_copy", "false", fits)
     need(not plan.have_deltas, "partition.weights_copy", "false", "need wires without deltas")

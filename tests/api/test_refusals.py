@@ -54,7 +54,18 @@ SHARD = {
     "overlap: some, need one of none, safe, full": {"overlap": "some"},
     "dtype: torch.float16, need one of torch.float32, torch.bfloat16": {"dtype": torch.float16},
     "reduce: max, need mean or sum": {"reduce": "max"},
+    "placement: offload: True, need keys among weights, backward_weights, gradients, optimizer": {
+        "placement": {"strategy": "zero3", "offload": True}
+    },
+    "weights_copy: False, need weights and optimizer sharded through the same": {
+        "weights_copy": False
+    },
 }
+
+
+def test_muon_does_not_update_masters_on_the_host():
+    with pytest.raises(UserError, match="offload: True, need False with Muon"):
+        megafrontier.Muon(sharded(offload=True))
 
 
 @pytest.mark.parametrize(("line", "options"), SHARD.items())

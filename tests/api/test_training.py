@@ -89,6 +89,9 @@ def assert_same(results, expected):
         ((2,), {"blocks": "blocks.*", "placement": "ddp", "overlap": "none"}),
         ((3,), {"placement": {"weights": "none", "gradients": "none", "optimizer": "world"}}),
         ((1,), {"blocks": "blocks.*"}),
+        ((2,), {"blocks": "blocks.*", "offload": True}),
+        ((1,), {"blocks": "blocks.*", "offload": True, "overlap": "none"}),
+        ((2,), {"blocks": "blocks.*", "placement": "zero3", "weights_copy": False}),
     ],
 )
 def test_training_is_that_of_plain_pytorch(sizes, options):
@@ -119,7 +122,8 @@ def test_other_optimizers_go_on_from_a_checkpoint_of_other_ranks(tmp_path):
             model = nn.Sequential(Regression())[0]
             for parameter in model.parameters():
                 nn.init.normal_(parameter)
-            megafrontier.shard(model, mesh, blocks="blocks.*", placement="zero3")
+            offload = make is torch.optim.NAdam
+            megafrontier.shard(model, mesh, blocks="blocks.*", placement="zero3", offload=offload)
             optimizer = megafrontier.Optimizer(model, make, param_groups(model), lr=1.0, **options)
             first = megafrontier.load(model, optimizer, tmp_path / make.__name__)
             assert first == STEPS
