@@ -42,7 +42,15 @@ MISFITS = [
     ("run.name=${nothing}", "run.name: Interpolation key 'nothing' not found"),
 ]
 # Values out of range or that do not fit each other: overrides, then a part of the line.
+GRAPHS = ("train.compile=true", "train.cuda_graphs=true")
 REFUSED = [
+    (["train.cuda_graphs=true"], "train.compile: false, need true with train.cuda_graphs"),
+    ([*GRAPHS, "parallel.tensor=2"], "parallel.tensor: 2, need 1 with train.cuda_graphs"),
+    ([*GRAPHS, "data.document_mask=true"], "data.document_mask: true, need false"),
+    (
+        [*GRAPHS, "train.activation_checkpointing=block"],
+        "train.activation_checkpointing: block, need none or selective with train.cuda_graphs",
+    ),
     (["model.layers=0"], "model.layers: 0, need at least 1"),
     (["model.layers=2147483648"], "model.layers: 2147483648, need less than 2147483648"),
     (["train.loss_scale=1e39"], "train.loss_scale: 1e+39, need at most 4294967296"),
