@@ -53,6 +53,8 @@ class Family(Protocol):
     """Prefix of every tensor's name except the head's. Base models omit it."""
     head: str
     """Name of the output matrix in files."""
+    has_prediction: bool
+    """Whether files may have a block that predicts the token after the next one."""
 
     def matches(self, config: ModelConfig) -> bool:
         """Whether this is the family that a model is nearest to that no family can express. The
@@ -68,8 +70,7 @@ class Family(Protocol):
         """The model that a config.json describes. Raises UserError if GPT cannot express it."""
 
     def mappings(self, config: ModelConfig) -> list[ParamMapping]:
-        """Every parameter, biases included. Those of `prediction` only in families whose files may
-        have it; an export leaves it out."""
+        """Every parameter, biases included; those of `prediction` with `has_prediction` only."""
 
 
 class HFConfigReader:

@@ -39,7 +39,6 @@ class DeepseekV3(LlamaExperts):
     best = 2
     """Scores of a group of experts that are summed."""
     has_prediction = True
-    """Whether files may have a block that predicts the token after the next one."""
     defaults: ClassVar[dict[str, float]] = {
         "num_hidden_layers": 61,
         "hidden_size": 7168,
@@ -105,6 +104,7 @@ class DeepseekV3(LlamaExperts):
             scale = round((ratio - 1) / (0.1 * log(config.rotary_scaling.factor)), 9)
             for key in ("rope_scaling", "rope_parameters"):
                 keys[key] = {**keys[key], "mscale_all_dim": scale}
+        more = int(config.prediction is not None)
         keys |= {
             "head_dim": latent.rope_size,
             "q_lora_rank": latent.query,
@@ -112,8 +112,8 @@ class DeepseekV3(LlamaExperts):
             "qk_rope_head_dim": latent.rope_size,
             "qk_nope_head_dim": latent.nope_size,
             "v_head_dim": latent.value_size,
-            "first_k_dense_replace": config.layers if moe is None else moe.first,
-            "num_nextn_predict_layers": 0,
+            "first_k_dense_replace": config.layers + more if moe is None else moe.first,
+            "num_nextn_predict_layers": more,
         }
         if moe is None:
             return keys

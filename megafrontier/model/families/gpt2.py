@@ -23,6 +23,7 @@ class GPT2:
     model_type = "gpt2"
     prefix = "transformer."
     head = "lm_head.weight"
+    has_prediction = False
 
     def matches(self, config: ModelConfig) -> bool:
         """Learned positions."""

@@ -49,8 +49,9 @@ def export_model(
     Raises UserError if no family can express the model, or if `out` is not empty or cannot be
     written.
     """
-    config = replace(config, prediction=None)  # which only training needs
-    family = family_for(config)
+    family = family_for(replace(config, prediction=None))  # which only training needs
+    if config.scaling is not None or not family.has_prediction:
+        config = replace(config, prediction=None)
     config, weights = folded(config, weights)
     with _new_folder(out) as folder:
         _write_weights(_exported(config, family, weights, dtype), folder)
@@ -135,7 +136,9 @@ def _exported(
     for mapping in family.mappings(config):
         is_added = mapping.name in added
         weight = torch.zeros(with_biases[mapping.name]) if is_added else weights[mapping.name]
-        for hf_name, tensor in zip(mapping.hf_names, mapping.export(weight), strict=True):
+        exported = list(zip(mapping.hf_names, mapping.export(weight), strict=True))
+        exported += [(name, tensor) for name in mapping.copies for _, tensor in exported[:1]]
+        for hf_name, tensor in exported:
             name = family.head if hf_name == HEAD else family.prefix + hf_name
             # Copy, because safetensors refuses tensors that share memory.
             # Biases of routers move in steps that 16 bits would round away.

@@ -40,6 +40,7 @@ class Llama:
     model_type = "llama"
     prefix = "model."
     head = "lm_head.weight"
+    has_prediction = False
     defaults: ClassVar[dict[str, float]] = {
         "num_hidden_layers": 32,
         "hidden_size": 4096,

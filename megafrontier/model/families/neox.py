@@ -30,6 +30,7 @@ class NeoX:
     model_type = "gpt_neox"
     prefix = "gpt_neox."
     head = "embed_out.weight"
+    has_prediction = False
 
     def matches(self, config: ModelConfig) -> bool:
         """Rotary positions without Llama's norm and activation."""

@@ -99,11 +99,16 @@ def test_mixtures_have_the_logits_of_transformers_both_ways(architecture, tokens
 
 
 def test_latent_attention_without_experts_is_a_deepseek_v3(tokens, tmp_path):
-    """Its prediction of later tokens is not part of the file."""
+    """The files have its prediction of later tokens, which transformers ignores."""
     config = small_config(**LATENT_QUERIES | PREDICTION, norm_eps=1e-6, vocab_multiple=1)
     ours = filled(config)
     assert export_model(config, ours.state_dict(), tmp_path) == "DeepseekV3ForCausalLM"
-    assert_same_logits(ours, load_reference(tmp_path), tokens)
+    assert_same_logits(ours, load_reference(tmp_path, "model.layers.2."), tokens)
+    again, weights = import_model(tmp_path)
+    assert again.prediction == PredictionConfig()
+    assert weights.keys() == dict(ours.named_parameters()).keys()
+    for name, value in ours.named_parameters():
+        assert torch.equal(weights[name][: len(value)], value)  # an import pads the vocabulary
 
 
 def test_the_block_that_predicts_later_tokens_comes_with_an_import(tokens, tmp_path):
@@ -150,6 +155,10 @@ def test_the_block_that_predicts_later_tokens_comes_with_an_import(tokens, tmp_p
     found, count = ours.head.prediction.take(torch.device("cpu")).tolist()
     assert count == tokens[:, 1:].numel()
     assert found == pytest.approx(expected.item(), rel=1e-5)
+    export_model(config, weights, tmp_path / "back")
+    again, same = import_model(tmp_path / "back")
+    assert again == config
+    assert all(torch.equal(same[name], weights[name]) for name in weights)
     change_tensors(tmp_path, **{f"{layer}.shared_head.head.weight": head + 1})
     with pytest.raises(UserError, match=r"shared_head\.head\.weight: not the values of"):
         import_model(tmp_path)
