@@ -5,7 +5,8 @@
         [key=value …]
 
 All sites are jobs on this host. They share the global batch of CONFIG, so that every run sees the
-same samples. Data parallelism would send fp32 gradients in each step: 4 bytes a parameter to each
+same samples. A batch of validation is as large as a site's batch, so sites evaluate more batches of
+them. Data parallelism would send fp32 gradients in each step: 4 bytes a parameter to each
 other site. A complete run is not run again.
 """
 
@@ -94,6 +95,7 @@ def main() -> None:
                     [
                         *options.overrides,
                         f"train.global_batch={batch}",
+                        f"evaluate.batches={config.evaluate.batches * options.sites}",
                         f"sites={{{shared}, {more}, number: {number}}}",
                     ],
                 )
