@@ -27,7 +27,7 @@ from torch._functorch import config as functorch
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor import compile_fx
+from torch._inductor import compile_fx, scheduler
 from torch._inductor import config as inductor
 from torch._inductor.cudagraph_utils import check_multiple_devices_or_any_cpu_nodes
 from torch._inductor.debug import DebugContext
@@ -211,6 +211,7 @@ def _lowered(function: Callable[..., Any], *inputs: Any) -> Lowering:
             (interface, "raise_if_triton_unavailable", staticmethod(lambda *_: None)),
             (interface.Worker, "get_device_properties", staticmethod(lambda *_: H100)),
             (torch.utils._triton, "triton_hash_with_backend", lambda *_: ""),
+            (scheduler, "has_triton", lambda: True),
             (compile, "BACKEND", backend),
         ]
         for holder, name, value in patches:
