@@ -47,11 +47,13 @@ def sessions(count: int) -> list[list[str]]:
 
 
 def record(folder: Path) -> None:
-    """Replace the recorded seconds by those that the sessions have written into `folder`."""
-    seconds: dict[str, float] = {}
+    """Keep the means of the recorded seconds and of those that the sessions have written into
+    `folder`. They differ, because a file waits for what runs beside it."""
+    before, seconds = recorded(), dict[str, float]()
     for part in folder.glob("*.json"):
         seconds |= json.loads(part.read_text())
-    rounded = {file: round(spent, 1) for file, spent in sorted(seconds.items())}
+    means = {file: (before.get(file, spent) + spent) / 2 for file, spent in seconds.items()}
+    rounded = {file: round(mean, 1) for file, mean in sorted(means.items())}
     SECONDS.write_text(json.dumps(rounded, indent=1) + "\n")
 
 
