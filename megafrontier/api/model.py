@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar, cast
 
@@ -18,13 +18,13 @@ from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import Mesh, Splits
 from megafrontier.partition import STRATEGIES, Engine, Placement, Wires
 from megafrontier.partition import shard as shard_over
+from megafrontier.partition.placement import STATES, reason_for_copy
 from megafrontier.partition.presets import choose_wires, has_error_feedback
 from megafrontier.partition.unit import InitialSlice
 from megafrontier.partition.wires.registry import DTYPES
 
 M = TypeVar("M", bound=nn.Module)
 _ATTRIBUTE = "_megafrontier_sharded"
-STATES = ("weights", "backward_weights", "gradients", "optimizer")
 Blocks = str | nn.Module | Sequence[str | nn.Module]
 
 
@@ -232,8 +232,8 @@ def _partition_config(
         known = ", ".join(STRATEGIES)
         need(placement in STRATEGIES, "placement", repr(placement), f"need one of {known}")
     values = {"strategy": placement} if isinstance(placement, str) else dict(placement)
-    for name in values.keys() - {"strategy", *STATES}:
-        need(False, f"placement: {name}", values[name], f"need keys among {', '.join(STATES)}")
+    for name in sorted(values.keys() - {"strategy", *STATES}):
+        raise UserError(f"placement: {name}: {values[name]}, need keys among {', '.join(STATES)}")
     chosen = {"preset": wires} if isinstance(wires, str) else dict(wires)
     return cast(PartitionConfig, build(PartitionConfig, {**values, **options, "wires": chosen}))
 
@@ -242,14 +242,11 @@ def _resolve(
     config: PartitionConfig, levels: Levels, precision: str
 ) -> tuple[Placement, Wires, bool]:
     try:
-        placement = replace(Placement.from_config(config, levels), has_copy=config.weights_copy)
+        placement = Placement.from_config(config, levels)
         wires = choose_wires(config.wires, placement, levels, precision)
         if not config.weights_copy:
-            fits = (
-                "need weights and optimizer sharded through the same levels, of fp32 at least one"
-            )
-            need(placement.on(levels).saves_copy(precision), "weights_copy", False, fits)
-            need(not wires.have_deltas, "weights_copy", False, "need wires without deltas")
+            reason = reason_for_copy([placement.on(levels)], precision, wires.have_deltas)
+            need(reason is None, "weights_copy", False, reason or "")
         return placement, wires, has_error_feedback(config, wires, placement, levels)
     except UserError as error:
         raise UserError(str(error).replace("partition.", "")) from error

@@ -3,7 +3,8 @@
 The named strategies are placements. Any other combination of levels that nest is one too.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
@@ -22,6 +23,8 @@ STRATEGIES = {
     "topo": ("pair", "pair", "node", "world"),
 }
 """Levels of weights, backward weights, gradients, optimizer state."""
+STATES = ("weights", "backward_weights", "gradients", "optimizer")
+"""The keys of a placement."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,21 @@ class Placement:
     ) -> "Placement":
         """The placement of a configuration; `default`, or that of topo, if it names none. `prefix`
         precedes the keys in errors. Raises UserError for one that is not valid."""
-        chosen = {
-            key: getattr(config, key)
-            for key in ("weights", "backward_weights", "gradients", "optimizer")
-        }
+        if isinstance(config, PartitionConfig):
+            has_copy = config.weights_copy
+        else:
+            has_copy = default is None or default.has_copy
+        return replace(cls._from_keys(config, levels, prefix, default), has_copy=has_copy)
+
+    @classmethod
+    def _from_keys(
+        cls,
+        config: PartitionConfig | ExpertsPartitionConfig,
+        levels: Levels,
+        prefix: str,
+        default: "Placement | None",
+    ) -> "Placement":
+        chosen = {key: getattr(config, key) for key in STATES}
         given = {key: value for key, value in chosen.items() if value is not None}
         if not given:
             if config.strategy is None and default is not None:
@@ -119,10 +133,16 @@ class Placement:
         """Whether the weights stay unsharded from step to step."""
         return self.backward_weights == 0 and self.has_copy
 
-    def saves_copy(self, precision: str) -> bool:
-        """Whether there is no copy of weights, computed with in `precision`, where there could be
-        one. Unsharded weights in fp32 are the masters."""
-        return not self.has_copy and (self.optimizer > 0 or precision != "fp32")
+
+def reason_for_copy(
+    placements: Sequence[Placement], precision: str, have_deltas: bool
+) -> str | None:
+    """What to change so that there may be no copy of the weights beside the masters; None if some
+    of the placements, each `on` its levels, does without. `have_deltas`: wires send changes."""
+    # Unsharded fp32 weights are the masters.
+    if not any(not p.has_copy and (p.optimizer or precision != "fp32") for p in placements):
+        return "need weights and optimizer sharded through the same levels, of fp32 at least one"
+    return "need wires without deltas" if have_deltas else None
 
 
 def _depth(name: str, levels: Levels) -> int:

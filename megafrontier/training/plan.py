@@ -23,7 +23,7 @@ from megafrontier.parallel.param_spec import spec_of
 from megafrontier.partition import Placement, Wires
 from megafrontier.partition.memory import MessageBuffers, unit_buffer_bytes
 from megafrontier.partition.modules.wrap import divide
-from megafrontier.partition.placement import state_bytes
+from megafrontier.partition.placement import reason_for_copy, state_bytes
 from megafrontier.partition.presets import (
     auto_activations,
     choose_wires,
@@ -117,7 +117,6 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
     tokens = work_wires("tokens", moved.tokens, shape.over(("expert",)), precision)
     levels = shape.over(DATA_PARALLEL)
     placement = Placement.from_config(config.partition, levels)
-    placement = replace(placement, has_copy=config.partition.weights_copy)
     wires = choose_wires(config.partition.wires, placement, levels, precision)
     error_feedback = has_error_feedback(config.partition, wires, placement, levels)
     rest = StatePlan(placement, wires, error_feedback)
@@ -134,10 +133,8 @@ def _check_copy(plan: RunPlan, precision: str) -> None:
         return
     states = (plan.of(()), DATA_PARALLEL), (plan.experts, EXPERT_AXES)
     here = [state.placement.on(plan.shape.over(axes)) for state, axes in states]
-    is_possible = any(placement.saves_copy(precision) for placement in here)
-    fits = "need weights and optimizer sharded through the same levels, of fp32 at least one"
-    need(is_possible, "partition.weights_copy", "false", fits)
-    need(not plan.have_deltas, "partition.weights_copy", "false", "need wires without deltas")
+    reason = reason_for_copy(here, precision, plan.have_deltas)
+    need(reason is None, "partition.weights_copy", "false", reason or "")
 
 
 def _border_rates(machine: MachineConfig, shape: MeshShape) -> dict[str, float | None]:
@@ -152,7 +149,6 @@ def _plan_experts(config: Config, shape: MeshShape, default: Placement) -> State
     given, key = config.partition.experts or ExpertsPartitionConfig(), "partition.experts"
     levels, common = shape.over(EXPERT_AXES), config.partition
     placement = Placement.from_config(given, levels, key, default)
-    placement = replace(placement, has_copy=common.weights_copy)
     chosen, prefix = (common.wires, "partition") if given.wires is None else (given.wires, key)
     if given.wires is not None:
         for move, value in (("activations", chosen.activations), ("tokens", chosen.tokens)):
