@@ -291,12 +291,9 @@ def _check_cuda_graphs(config: Config) -> None:
     for name in ("tensor", "context", "expert", "pipeline"):
         size = getattr(parallel, name)
         need(size == 1, f"parallel.{name}", size, f"need 1 {where}")
-    given = train.activation_checkpointing
-    fits = all(
-        mode in ("none", "selective") for mode in ([given] if isinstance(given, str) else given)
-    )
-    key = "train.activation_checkpointing"
-    need(fits, key, shown(given), f"need none or selective {where}")
+    given, key = train.activation_checkpointing, "train.activation_checkpointing"
+    modes = {given} if isinstance(given, str) else set(given)
+    need(modes <= {"none", "selective"}, key, shown(given), f"need none or selective {where}")
 
 
 def _check_wires(wires: WiresConfig, prefix: str) -> None:

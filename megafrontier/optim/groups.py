@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from math import prod
 from typing import NamedTuple, get_args
 
@@ -94,6 +95,11 @@ class OptimizerGroups:
         for number, (index, _) in enumerate(self._pairs):
             members = [spec for spec in self._specs if chosen[spec.name] == index]
             self._check_heads(self.groups[2 * number], _key(index), members)
+
+    @cached_property
+    def by_name(self) -> dict[str, OptimizerGroup]:
+        """The group of each parameter."""
+        return {name: self.groups[number] for name, number in self.numbers.items()}
 
     def _check_heads(self, group: OptimizerGroup, key: str, members: Sequence[ParamSpec]) -> None:
         """Refuse `split_heads` of a group for which it does nothing."""

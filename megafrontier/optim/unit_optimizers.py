@@ -70,7 +70,7 @@ class UnitOptimizers:
         takes the place of AdamW and SGD."""
         self._parts: list[tuple[UnitOptimizer, list[int]]] = []
         self.states: States = {}
-        self._late = {i: unit for i, unit in enumerate(units) if unit.is_overlapped or unit.host}
+        self._late = {i: unit for i, unit in enumerate(units) if unit.is_late}
         self._stream: Stream | None = None
         if self._late:
             unit = next(iter(self._late.values()))
@@ -140,7 +140,7 @@ class UnitOptimizers:
         for optimizer, (i, *_) in self._parts:
             if (unit := self._late.get(i)) is not None:
                 task = partial(self._update_late, optimizer, i, unit.host, gradients[i], lr, read)
-                unit.update = stream.run(task, DONE)
+                unit.updating = stream.run(task, DONE)
 
     def _update_late(
         self,
@@ -167,7 +167,7 @@ class UnitOptimizers:
         """Number of updates, which AdamW's bias correction needs; 0 without AdamW. Waits for
         the device, and for late updates."""
         for unit in self._late.values():
-            unit.update.wait()
+            unit.updating.wait()
         return max((optimizer.steps for optimizer in self._counting), default=0)
 
     @property
@@ -191,7 +191,7 @@ def _divided(units: Sequence[Unit]) -> list[tuple[str, list[int]]]:
     """The units by the name of their optimizer, and late ones each by itself."""
     found: dict[tuple[str, int | None], list[int]] = {}
     for i, unit in enumerate(units):
-        key = unit.optimizer, i if unit.is_overlapped or unit.host else None
+        key = unit.optimizer, i if unit.is_late else None
         found.setdefault(key, []).append(i)
     return [(name, indices) for (name, _), indices in found.items()]
 
@@ -229,11 +229,10 @@ def _make(
     config: OptimizerConfig,
     tensor: LevelCollectives | None,
 ) -> UnitOptimizer:
-    of = {parameter: groups.groups[number] for parameter, number in groups.numbers.items()}
     if name == "muon":
-        return ShardedMuon(units, of, tensor)
+        return ShardedMuon(units, groups.by_name, tensor)
     if name == "lsp":
-        return ShardedSubspace(units, of, config.subspace)
+        return ShardedSubspace(units, groups.by_name, config.subspace)
     masters, common = [unit.master for unit in units], ("lr_scale", "weight_decay")
     if name == "sgd":
         return ShardedSGD(masters, _param_groups(units, groups, *common, "momentum"))

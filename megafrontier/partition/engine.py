@@ -96,7 +96,7 @@ def shard(
     groups: (optimizer, group) of a parameter, by its spec. Parameters of a unit have the same
         optimizer, and those of a group lie side by side, in the order of the groups.
     stages: names of the blocks of each part that is called by itself, inside of `Engine.stage`.
-    update: `overlapped` and `on_host` need `UnitOptimizers`.
+    update: `overlapped` needs `UnitOptimizers`.
 
     Raises UserError for complex parameters; for blocks that are not part of the model, share a
     name, are called root, or use parameters of a block inside them; for a model that is sharded
@@ -216,9 +216,8 @@ class Engine:
                 self.collectives(rule.hierarchy, rule.wires),
                 self._choose_buffer(block, slot, rule.dtype, placement),
                 self.pool,
-                rule.feedback_levels,
+                rule,
                 is_frozen=not is_trained,
-                update=rule.update,
             )
             units.append(unit)
         return units

@@ -28,6 +28,8 @@ class UnitRules:
     dtype: torch.dtype
     error_feedback: bool = False
     update: Update = "at_once"
+    measures_norms: bool = False
+    """Whether the norms of a gradient are computed as soon as it is complete."""
 
     @property
     def feedback_levels(self) -> list[int]:

@@ -18,7 +18,7 @@ from megafrontier.partition.layout import Layout
 from megafrontier.partition.memory import UnitBuffer, UnitBufferPool
 from megafrontier.partition.offload import HostShard
 from megafrontier.partition.placement import Placement
-from megafrontier.partition.rules import Update
+from megafrontier.partition.rules import UnitRules
 from megafrontier.partition.wires.wire import Wires
 
 ROOT = "root"
@@ -54,15 +54,13 @@ class Unit:
         collectives: LevelCollectives,
         buffer: UnitBuffer,
         pool: UnitBufferPool,
-        feedback_levels: Sequence[int],
+        rules: UnitRules,
         is_frozen: bool = False,
-        update: Update = "at_once",
     ) -> None:
         """`parameters`: in the order of the flat buffer. `optimizer`: the name of the one that
         updates them. `buffer`: memory of the unsharded weights, in the computing type; while they
-        are resharded, another unit may have it. `pool`: memory of the gradients.
-        `feedback_levels`: the levels with error feedback. `is_frozen`: the parameters get no
-        gradient."""
+        are resharded, another unit may have it. `pool`: memory of the gradients. `rules`: those of
+        its parameters. `is_frozen`: they get no gradient."""
         size = collectives.hierarchy.size
         self.name = name
         self.optimizer = optimizer
@@ -70,10 +68,12 @@ class Unit:
         self.layout = Layout.build(name, ((n, p.shape) for n, p in parameters), size)
         self.specs = {n: spec_of(n, p) for n, p in parameters}
         self.is_frozen = is_frozen
-        self.is_overlapped = update == "overlapped"
-        self.update: WorkHandle = DONE
-        """The newest update of the master, unless it was made at once."""
+        self.is_late = rules.update != "at_once"
+        self.is_overlapped = rules.update == "overlapped"
+        self.updating: WorkHandle = DONE
+        """The newest late update of the master."""
         self.gradient_norms = KnownNorms()  # if this rank counts it
+        self._measures_norms = rules.measures_norms
         self._collectives = collectives
         self.is_persistent = placement.is_persistent
         self.buffer = buffer
@@ -87,7 +87,7 @@ class Unit:
         be added to a sum over all ranks."""
         _, shards = self.hierarchy.shard_index(placement.gradients)
         self._gradients = GradientBuffers(self.layout, shards, buffer.dtype, pool)
-        self._allocate(feedback_levels, is_offloaded=update == "on_host")
+        self._allocate(rules.feedback_levels, is_offloaded=rules.update == "on_host")
         self._publishing = AsyncChain(self.weights, f"publish {name}")
         self._gathering = AsyncChain(self.weights, f"gather {name}")
         self._reducing = AsyncChain(self.gradient, f"reduce {name}")
@@ -150,9 +150,8 @@ class Unit:
 
     @property
     def has_no_messages(self) -> bool:
-        """Whether no state of the unit comes from another rank, from the host or from an update
-        under the forward."""
-        return self.hierarchy.size == 1 and self.host is None and not self.is_overlapped
+        """Whether no state of the unit comes from another rank or from a late update."""
+        return self.hierarchy.size == 1 and not self.is_late
 
     @property
     def counts(self) -> bool:
@@ -196,7 +195,7 @@ class Unit:
     def start_publishing(self) -> None:
         """Begin to bring the masters to every copy of the weights that gathers read from."""
         self.is_stale = False
-        place, label, update = self.placement, self._publishing.label, self.update
+        place, label, update = self.placement, self._publishing.label, self.updating
         if self.computes_with_masters:
             self._publishing = AsyncChain(self.weights, label, update)
         elif place.has_copy:
@@ -252,7 +251,7 @@ class Unit:
     def _start_gather(self, place: Placement, label: str) -> AsyncChain:
         if not place.has_copy:
             start = place.optimizer
-            return self._collectives.publish(self.master, self.full, start, 0, label, self.update)
+            return self._collectives.publish(self.master, self.full, start, 0, label, self.updating)
         depth, published = place.backward_weights, self._publishing.work
         return self._collectives.gather(self.weights, self.full, depth, 0, label, published)
 
@@ -293,7 +292,7 @@ class Unit:
         self.finish_reducing()
         self._is_fresh = True
         self.is_finishing = False
-        if not self.is_overlapped or self.update is DONE:
+        if not self.is_overlapped or self.updating is DONE:
             self._free_gradient()
 
     def _free_gradient(self) -> None:
@@ -302,9 +301,9 @@ class Unit:
 
     def _finish_update(self) -> None:
         """Wait for an overlapped update, and free the gradient that it has read."""
-        if self.is_overlapped and self.update is not DONE:
-            self.update.wait()
-            self.update = DONE
+        if self.is_overlapped and self.updating is not DONE:
+            self.updating.wait()
+            self.updating = DONE
             self._free_gradient()
 
     def collect_gradient(self, index: int, parameter: nn.Parameter) -> None:
@@ -375,7 +374,7 @@ class Unit:
         """The optimizer shard of the gradient, zero where it belongs to no parameter that is
         trained. That of an offloaded unit is copied to the host."""
         clear_unused(gradient, self.layout, self.range, self.parameters)
-        norms = row_norms(gradient) if self.counts else None
+        norms = row_norms(gradient) if self._measures_norms and self.counts else None
         complete = gradient if self.host is None else self.host.receive(gradient)
         self.gradient_norms.keep(norms, complete)
         return complete

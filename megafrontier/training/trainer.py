@@ -239,7 +239,15 @@ def _unit_rules(
     # Muon and lsp update at once, and have masters on the device.
     update = _update(config, plan) if groups.of(spec)[0] in ("adamw", "sgd") else "at_once"
     dtype = DTYPES[config.train.precision]
-    return UnitRules(over, state.placement, wires, dtype, state.error_feedback, update)
+    return UnitRules(
+        over,
+        state.placement,
+        wires,
+        dtype,
+        state.error_feedback,
+        update,
+        measures_norms=True,
+    )
 
 
 def make_runner(config: Config, plan: RunPlan, mesh: Mesh, model: GPT, engine: Engine) -> Runner:

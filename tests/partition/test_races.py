@@ -16,6 +16,7 @@ from megafrontier.optim.adamw import ShardedAdamW
 from megafrontier.optim.unit_optimizers import UnitOptimizers
 from megafrontier.partition import Placement, shard
 from megafrontier.partition import engine as engine_module
+from megafrontier.partition.rules import UnitRules
 from megafrontier.partition.wires.registry import DTYPES
 from tests.partition.races import COMPUTATION, ClockHandle, Races
 from tests.partition.tiny import TinyModel, backward, batch, preset
@@ -67,10 +68,13 @@ def train(
 ):
     model, levels = TinyModel(tied=False), hierarchy.levels
     placement = replace(Placement.named(strategy, levels), has_copy=strategy != "zero3")
+    rules = UnitRules(
+        hierarchy, placement, preset(name, strategy, levels, precision), DTYPES[precision],
+        error_feedback, update, measures_norms=True,
+    )  # fmt: skip
     engine = shard(
-        model, model.units()[::order], placement, hierarchy,
-        dtype=DTYPES[precision], overlap=policy, error_feedback=error_feedback,
-        wires=preset(name, strategy, levels, precision), update=update,
+        model, model.units()[::order], placement, hierarchy, dtype=rules.dtype, overlap=policy,
+        wires=rules.wires, update=update, rules=lambda spec: rules,
         groups=lambda spec: ("adamw", 0),
     )  # fmt: skip
     engine.pool.shards.keeps = False  # as on an accelerator

@@ -136,9 +136,9 @@ def _exported(
     for mapping in family.mappings(config):
         is_added = mapping.name in added
         weight = torch.zeros(with_biases[mapping.name]) if is_added else weights[mapping.name]
-        exported = list(zip(mapping.hf_names, mapping.export(weight), strict=True))
-        exported += [(name, tensor) for name in mapping.copies for _, tensor in exported[:1]]
-        for hf_name, tensor in exported:
+        tensors = list(mapping.export(weight))
+        tensors += tensors[:1] * len(mapping.copies)
+        for hf_name, tensor in zip((*mapping.hf_names, *mapping.copies), tensors, strict=True):
             name = family.head if hf_name == HEAD else family.prefix + hf_name
             # Copy, because safetensors refuses tensors that share memory.
             # Biases of routers move in steps that 16 bits would round away.

@@ -109,7 +109,7 @@ def _copy_full(unit: Unit, entry: Entry, name: str, value: torch.Tensor, errors:
 
 def _gather_master(unit: Unit) -> torch.Tensor:
     """The unsharded masters, fp32 [numel], in new memory. All ranks call it."""
-    unit.update.wait()
+    unit.updating.wait()
     depth, over = unit.placement.optimizer, unit.collectives
     full = torch.empty(unit.layout.numel, device=unit.buffer.device)
     over.local_slice(full, 0, depth).copy_(unit.master)
