@@ -69,3 +69,33 @@ def test_no_module_imports_itself_by_way_of_others_not_even_inside_a_function():
                 imports[module] |= (names & paths.keys()) or ({node.module} & paths.keys())
     # Raises CycleError with the modules of a circle.
     assert set(TopologicalSorter(imports).static_order()) == paths.keys()
+
+
+FLOORS = (
+    {"common"},
+    {"config"},
+    {"parallel"},
+    {"comm"},
+    {"model", "partition"},
+    {"splits", "optim", "checkpoint", "data", "families", "pipeline"},
+    {"evaluation"},
+    {"training"},
+    {"sites"},
+    {"planner"},
+    {"launch", "report", "api", "commands", "probe"},
+)
+
+
+def test_a_package_imports_only_packages_of_its_own_floor_and_below():
+    floors = {name: at for at, names in enumerate(FLOORS) for name in names}
+    upwards = []
+    for path in sorted((ROOT / "megafrontier").rglob("*.py")):
+        place = path.relative_to(ROOT / "megafrontier")
+        if place.parts[0] not in floors:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megafrontier."):
+                package = str(node.module).split(".")[1]
+                if floors.get(package, 0) > floors[place.parts[0]]:
+                    upwards.append(f"{place}: {node.module}")
+    assert upwards == []

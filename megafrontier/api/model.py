@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
+from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.common.async_copy import DeviceTimer
 from megafrontier.common.errors import UserError, need
 from megafrontier.config import PartitionConfig
@@ -21,7 +22,6 @@ from megafrontier.partition import shard as shard_over
 from megafrontier.partition.placement import STATES, reason_for_copy
 from megafrontier.partition.presets import choose_wires, has_error_feedback
 from megafrontier.partition.unit import InitialSlice
-from megafrontier.partition.wires.registry import DTYPES
 
 M = TypeVar("M", bound=nn.Module)
 _ATTRIBUTE = "_megafrontier_sharded"

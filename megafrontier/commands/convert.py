@@ -12,6 +12,7 @@ from megafrontier.checkpoint.format import BUFFER, Manifest
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
 from megafrontier.checkpoint.save import OwnShard, save
 from megafrontier.checkpoint.states import buffers_shard
+from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.commands.checkpoints import check_state, saved_config
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, ModelConfig, config_to_dict
@@ -20,12 +21,11 @@ from megafrontier.data.tokenizers.tokenizer import (
     load_tokenizer,
     save_cached_tokenizer,
 )
-from megafrontier.model.families import family_for
-from megafrontier.model.families.hf_io import described_model, export_model, import_model
+from megafrontier.families import family_for
+from megafrontier.families.hf_io import described_model, export_model, import_model
 from megafrontier.model.flops import parameter_shapes
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
-from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.training.preview import check_vocabulary
 
 IMPORTED_SLICE = 2**20

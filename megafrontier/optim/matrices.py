@@ -27,10 +27,11 @@ from math import prod
 
 import torch
 
+from megafrontier.comm.collectives import LevelCollectives
+from megafrontier.comm.streams import AsyncChain
+from megafrontier.parallel.hierarchy import shard_range
 from megafrontier.parallel.param_spec import ParamSpec
-from megafrontier.partition.comm.collectives import LevelCollectives
-from megafrontier.partition.comm.streams import AsyncChain
-from megafrontier.partition.layout import Entry, shard_range
+from megafrontier.partition.layout import Entry
 from megafrontier.partition.unit import Unit
 
 Region = tuple[slice, ...]

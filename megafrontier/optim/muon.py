@@ -6,10 +6,10 @@ from math import sqrt
 
 import torch
 
+from megafrontier.comm.collectives import LevelCollectives
 from megafrontier.optim.groups import STATES, OptimizerGroup
 from megafrontier.optim.matrices import Matrix, MatrixOwners, find_matrices
 from megafrontier.parallel.param_spec import ParamSpec
-from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.unit import Unit
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megafrontier.comm.collectives import LevelCollectives
+from megafrontier.comm.streams import DONE, Stream, make_stream
 from megafrontier.common.async_copy import AsyncHostCopy
 from megafrontier.config import OptimizerConfig
 from megafrontier.optim.adamw import ShardedAdamW
@@ -14,8 +16,6 @@ from megafrontier.optim.muon import ShardedMuon
 from megafrontier.optim.sgd import ShardedSGD
 from megafrontier.optim.sharded import Slice, merge_slices
 from megafrontier.optim.subspace import ShardedSubspace
-from megafrontier.partition.comm.collectives import LevelCollectives
-from megafrontier.partition.comm.streams import DONE, Stream, make_stream
 from megafrontier.partition.offload import HostShard
 from megafrontier.partition.unit import Unit
 

@@ -12,6 +12,9 @@ from megafrontier.common.errors import UserError
 from megafrontier.config import LevelConfig
 from megafrontier.parallel.world import World
 
+SHARD_ALIGNMENT = 128
+"""Elements: every shard is a multiple of 256 bytes in a 2-byte type (RCCL is slow below)."""
+
 
 @dataclass(frozen=True)
 class Levels:
@@ -206,3 +209,15 @@ class Hierarchy:
                     dist.broadcast(sent, self.peers[level][0], group=group)
             if sent is not tensor:
                 tensor.copy_(sent)
+
+
+def shard_range(
+    numel: int, sizes: Sequence[int], coordinates: Sequence[int], depth: int
+) -> tuple[int, int]:
+    """[start, stop) of a rank's shard of a buffer of `numel`, cut through the first `depth` levels.
+    `sizes` and the rank's `coordinates` are given fastest level first."""
+    start, length = 0, numel
+    for size, coordinate in zip(sizes[:depth], coordinates[:depth], strict=True):
+        length //= size
+        start += coordinate * length
+    return start, start + length

@@ -3,8 +3,8 @@
 It knows nothing of GPT: `shard` takes any `nn.Module` and the list of its blocks.
 """
 
+from megafrontier.comm.wires.wire import Wires
 from megafrontier.partition.engine import Engine, shard
 from megafrontier.partition.placement import STRATEGIES, Placement
-from megafrontier.partition.wires.wire import Wires
 
 __all__ = ["STRATEGIES", "Engine", "Placement", "Wires", "shard"]

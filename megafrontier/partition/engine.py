@@ -20,12 +20,13 @@ from operator import itemgetter
 import torch
 from torch import nn
 
+from megafrontier.comm.collectives import LevelCollectives
+from megafrontier.comm.ledger import Kind, Ledger
+from megafrontier.comm.streams import DONE, CommStreams, Policy, Task, WorkHandle
+from megafrontier.comm.wires.wire import Wires
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.param_spec import ParamSpec, spec_of
-from megafrontier.partition.comm.collectives import LevelCollectives
-from megafrontier.partition.comm.ledger import Kind, Ledger
-from megafrontier.partition.comm.streams import DONE, CommStreams, Policy, Task, WorkHandle
 from megafrontier.partition.memory import UnitBuffer, UnitBufferPool
 from megafrontier.partition.modules.gathers import Pass, plain_passes, sum_traffic
 from megafrontier.partition.modules.hook_points import HookPoint
@@ -44,7 +45,6 @@ from megafrontier.partition.modules.wrap import (
 from megafrontier.partition.placement import Placement
 from megafrontier.partition.rules import GroupOf, UnitRules, Update
 from megafrontier.partition.unit import ROOT, InitialSlice, Named, Unit
-from megafrontier.partition.wires.wire import Wires
 
 
 def shard(

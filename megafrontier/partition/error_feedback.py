@@ -2,7 +2,7 @@
 
 import torch
 
-from megafrontier.partition.comm.collectives import LevelCollectives
+from megafrontier.comm.collectives import LevelCollectives
 from megafrontier.partition.layout import Layout
 
 

@@ -12,8 +12,7 @@ from operator import attrgetter
 
 import torch
 
-SHARD_ALIGNMENT = 128
-"""Elements: every shard is a multiple of 256 bytes in a 2-byte type (RCCL is slow below)."""
+from megafrontier.parallel.hierarchy import SHARD_ALIGNMENT
 
 
 def padded(numel: int, shards: int) -> int:
@@ -87,15 +86,3 @@ class Layout:
             if first < last:
                 parts.append((entry, first - entry.offset, last - entry.offset, first - start))
         return parts
-
-
-def shard_range(
-    numel: int, sizes: Sequence[int], coordinates: Sequence[int], depth: int
-) -> tuple[int, int]:
-    """[start, stop) of a rank's shard of a buffer of `numel`, cut through the first `depth` levels.
-    `sizes` and the rank's `coordinates` are given fastest level first."""
-    start, length = 0, numel
-    for size, coordinate in zip(sizes[:depth], coordinates[:depth], strict=True):
-        length //= size
-        start += coordinate * length
-    return start, start + length

@@ -16,12 +16,12 @@ from typing import Protocol
 
 import torch
 
+from megafrontier.comm.delta import delta_levels
+from megafrontier.comm.streams import Policy
+from megafrontier.comm.wires.wire import Wire, Wires
 from megafrontier.common.buffers import BufferPool, empty
 from megafrontier.parallel.hierarchy import Levels
-from megafrontier.partition.comm.delta import delta_levels
-from megafrontier.partition.comm.streams import Policy
 from megafrontier.partition.placement import Placement
-from megafrontier.partition.wires.wire import Wire, Wires
 
 
 class BufferOwner(Protocol):

@@ -9,9 +9,9 @@ forward comes to their unit. Only there does the host wait for the thread.
 
 import torch
 
+from megafrontier.comm.streams import WorkHandle
 from megafrontier.common.async_copy import DeviceTimer
 from megafrontier.common.buffers import empty
-from megafrontier.partition.comm.streams import WorkHandle
 
 
 class HostShard:

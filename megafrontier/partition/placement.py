@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
+from megafrontier.comm.wires.wire import Wires
 from megafrontier.common.errors import UserError
 from megafrontier.config import ExpertsPartitionConfig, PartitionConfig
 from megafrontier.parallel.hierarchy import Levels
-from megafrontier.partition.wires.wire import Wires
 
 STRATEGIES = {
     "ddp": ("none", "none", "none", "none"),

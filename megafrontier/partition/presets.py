@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
+from megafrontier.comm.wires.wire import Wire, Wires, make_wire
 from megafrontier.common.errors import UserError, need
 from megafrontier.config import PartitionConfig, WiresConfig
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.placement import Placement, node_depth
-from megafrontier.partition.wires.wire import Wire, Wires, make_wire
 
 PRESETS: dict[str, dict[str, dict[str, str]]] = {
     "exact": {"gather": {}, "reduce": {}},

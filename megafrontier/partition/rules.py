@@ -6,10 +6,10 @@ from typing import Literal
 
 import torch
 
+from megafrontier.comm.wires.wire import Wires
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.param_spec import ParamSpec
 from megafrontier.partition.placement import Placement, error_levels
-from megafrontier.partition.wires.wire import Wires
 
 GroupOf = Callable[[ParamSpec], tuple[str, int]]
 """The name of a parameter's optimizer, and the index of its group."""

@@ -7,11 +7,12 @@ from functools import cached_property, partial
 import torch
 from torch import nn
 
+from megafrontier.comm.collectives import LevelCollectives
+from megafrontier.comm.streams import DONE, HOST, AsyncChain, WorkHandle
+from megafrontier.comm.wires.wire import Wires
 from megafrontier.common.norms import KnownNorms, row_norms
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.param_spec import ParamSpec, spec_of
-from megafrontier.partition.comm.collectives import LevelCollectives
-from megafrontier.partition.comm.streams import DONE, HOST, AsyncChain, WorkHandle
 from megafrontier.partition.error_feedback import ErrorFeedback
 from megafrontier.partition.flat_buffers import GradientBuffers, UnitParameters, clear_unused
 from megafrontier.partition.layout import Layout
@@ -19,7 +20,6 @@ from megafrontier.partition.memory import UnitBuffer, UnitBufferPool
 from megafrontier.partition.offload import HostShard
 from megafrontier.partition.placement import Placement
 from megafrontier.partition.rules import UnitRules
-from megafrontier.partition.wires.wire import Wires
 
 ROOT = "root"
 """Name of the unit of all parameters outside of blocks. It is unsharded for the whole pass."""

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megafrontier.comm.streams import DONE, WorkHandle
+from megafrontier.comm.wires.registry import Codec
+from megafrontier.comm.wires.wire import Wire
 from megafrontier.parallel.mesh import Mesh
-from megafrontier.partition.comm.streams import DONE, WorkHandle
 from megafrontier.partition.engine import Engine
-from megafrontier.partition.wires.registry import Codec
-from megafrontier.partition.wires.wire import Wire
 from megafrontier.pipeline.table import Transfer
 
 

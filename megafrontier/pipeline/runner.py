@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megafrontier.comm.wires.wire import Wire
 from megafrontier.model.gpt import GPT
 from megafrontier.model.late_weights import LateGradients, OtherGradients
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition.engine import Engine
 from megafrontier.partition.modules.gathers import Pass
 from megafrontier.partition.modules.hooks import Backward
-from megafrontier.partition.wires.wire import Wire
 from megafrontier.pipeline.division import Division, last_backwards
 from megafrontier.pipeline.messages import Message, Messenger
 from megafrontier.pipeline.split_backward import SplitBackward

@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megafrontier.comm.ledger import Ledger
 from megafrontier.config.sites import SitesConfig
 from megafrontier.parallel.world import World
-from megafrontier.partition.comm.ledger import Ledger
 from megafrontier.sites.directory import (
     Holding,
     RankEntry,

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megafrontier.comm.wires.registry import FORMATS, Codec
 from megafrontier.config.sites import SitesConfig
-from megafrontier.partition.layout import SHARD_ALIGNMENT
+from megafrontier.parallel.hierarchy import SHARD_ALIGNMENT
 from megafrontier.partition.unit import Unit
-from megafrontier.partition.wires.registry import FORMATS, Codec
 
 ROW = 4096
 """Elements of a message that can be read by themselves. Sites of different sizes cut a unit at

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megafrontier.comm.collectives import LevelCollectives
+from megafrontier.comm.wires.wire import Wire, Wires
 from megafrontier.model.gpt import GPT
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.mesh import Mesh
-from megafrontier.partition.comm.collectives import LevelCollectives
 from megafrontier.partition.engine import Engine
-from megafrontier.partition.wires.wire import Wire, Wires
 from megafrontier.splits.context import split_sequences
 from megafrontier.splits.experts import ExpertGroup, split_experts
 from megafrontier.splits.tensor import split_tensors

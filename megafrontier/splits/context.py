@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megafrontier.comm.collectives import LevelCollectives
+from megafrontier.comm.streams import AsyncChain
 from megafrontier.common.async_copy import copy_async
 from megafrontier.common.errors import UserError
 from megafrontier.model.gpt import GPT
@@ -23,8 +25,6 @@ from megafrontier.model.kernels.chunks import chunk_attention
 from megafrontier.model.kernels.exchanges import Part, register
 from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK
 from megafrontier.parallel.groups import all_to_all
-from megafrontier.partition.comm.collectives import LevelCollectives
-from megafrontier.partition.comm.streams import AsyncChain
 from megafrontier.splits.documents import assign
 from megafrontier.splits.key_routes import Hop, find_routes
 from megafrontier.splits.tokens import TokenGroup

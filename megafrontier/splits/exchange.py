@@ -14,12 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megafrontier.comm.streams import AsyncChain
+from megafrontier.comm.wires.registry import CastCodec, Codec
+from megafrontier.comm.wires.wire import Wire, Wires
 from megafrontier.parallel.groups import all_gather_stacked, all_to_all
 from megafrontier.parallel.hierarchy import Hierarchy, Levels
-from megafrontier.partition.comm.streams import AsyncChain
 from megafrontier.partition.engine import Engine
-from megafrontier.partition.wires.registry import CastCodec, Codec
-from megafrontier.partition.wires.wire import Wire, Wires
 from megafrontier.splits.routes import ABSENT, Counts, Hop, is_inside, make_hop
 
 PEAK = 4.0

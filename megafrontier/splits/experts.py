@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megafrontier.comm.wires.wire import Wire
 from megafrontier.common.errors import UserError
 from megafrontier.model.gpt import GPT
 from megafrontier.model.moe.experts import Experts
@@ -21,7 +22,6 @@ from megafrontier.model.moe.layer import MoE
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.param_spec import set_spec, spec_of
 from megafrontier.partition.engine import Engine
-from megafrontier.partition.wires.wire import Wire
 from megafrontier.splits.exchange import Move, Routes, TokenExchange
 from megafrontier.splits.routes import ABSENT, Counts
 

@@ -14,16 +14,16 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from megafrontier.comm.collectives import LevelCollectives
+from megafrontier.comm.streams import AsyncChain
+from megafrontier.comm.wires.block import INT8
+from megafrontier.comm.wires.registry import CastCodec
+from megafrontier.comm.wires.wire import Wire, Wires
 from megafrontier.model.kernels.float8 import formats, product, quantized, weight_gradient
 from megafrontier.model.late_weights import keep_for_weights
 from megafrontier.model.recompute.checkpointing import save_results_of
 from megafrontier.parallel.hierarchy import Hierarchy
-from megafrontier.partition.comm.collectives import LevelCollectives
-from megafrontier.partition.comm.streams import AsyncChain
 from megafrontier.partition.engine import Engine
-from megafrontier.partition.wires.block import INT8
-from megafrontier.partition.wires.registry import CastCodec
-from megafrontier.partition.wires.wire import Wire, Wires
 
 PIECES = 4
 """Pieces of a micro-batch's tokens in a linear layer, if there is overlap."""

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import torch
 
+from megafrontier.comm.wires.registry import CastCodec
+from megafrontier.comm.wires.wire import Wire
 from megafrontier.config import ModelConfig, MoEConfig
 from megafrontier.model.moe.layer import has_experts
 from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK, Modes, modes_of
 from megafrontier.parallel.hierarchy import Levels
-from megafrontier.partition.wires.registry import CastCodec
-from megafrontier.partition.wires.wire import Wire
 from megafrontier.splits.tokens import PIECES, cut_pieces
 
 

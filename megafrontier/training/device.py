@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from megafrontier.comm.wires.registry import DTYPES, missing_kernels
 from megafrontier.common.errors import RunFailed
 from megafrontier.config import Config
 from megafrontier.model.gpt import GPT
@@ -14,7 +15,6 @@ from megafrontier.model.moe.experts import expert_sizes
 from megafrontier.model.moe.products import describe_product
 from megafrontier.model.recompute.compile import missing_compiler
 from megafrontier.parallel.world import World
-from megafrontier.partition.wires.registry import DTYPES, missing_kernels
 from megafrontier.training.plan import RunPlan
 
 # Errors without a type of their own: of the CPU allocator; of the driver, for page-locked memory

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from megafrontier.comm.wires.registry import DTYPES
+from megafrontier.comm.wires.wire import Wire
 from megafrontier.common.errors import UserError, need
 from megafrontier.config import Config, ExpertsPartitionConfig, MachineConfig, load_machine
 from megafrontier.data.sampling.batches import BatchSizes
@@ -31,8 +33,6 @@ from megafrontier.partition.presets import (
     work_wires,
 )
 from megafrontier.partition.unit import ROOT
-from megafrontier.partition.wires.registry import DTYPES
-from megafrontier.partition.wires.wire import Wire
 from megafrontier.pipeline.division import Division, keep_stages
 from megafrontier.splits.context import check_context_split
 from megafrontier.splits.experts import check_expert_split, split_experts

@@ -6,18 +6,18 @@ from importlib.util import find_spec
 
 import torch
 
+from megafrontier.comm.wires.wire import Wire
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.evaluation.tasks import check_tasks
-from megafrontier.model.families import family_for
+from megafrontier.families import family_for
 from megafrontier.model.moe.experts import EXPERT_AXES
 from megafrontier.model.scaling import describe_scaling
 from megafrontier.optim.adamw import find_apex
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import DATA_PARALLEL
 from megafrontier.partition.placement import Placement, error_levels
-from megafrontier.partition.wires.wire import Wire
 from megafrontier.pipeline.balance import describe_pipeline, stage_costs
 from megafrontier.training.callbacks.base import Callback, load_class
 from megafrontier.training.host_memory import host_gib

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from megafrontier.comm.ledger import KINDS
 from megafrontier.common.async_copy import AsyncHostCopy, DeviceTimer
 from megafrontier.common.signals import stop_requested
 from megafrontier.model.loss import ZLoss
 from megafrontier.optim.gradients import clip_factor, square_sum
-from megafrontier.partition.comm.ledger import KINDS
 from megafrontier.training.plan import GIB
 from megafrontier.training.trainer import Trainer
 

@@ -1,7 +1,7 @@
 """Bytes that the splits of a configuration send."""
 
+from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.config import Config
-from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.splits.traffic import tensor_bytes, token_bytes
 from megafrontier.training.plan import RunPlan
 

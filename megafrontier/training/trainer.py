@@ -9,6 +9,7 @@ import torch
 
 from megafrontier.checkpoint.save import PendingSave
 from megafrontier.checkpoint.states import OptimizerStates
+from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.common.errors import RankError, UserError
 from megafrontier.common.signals import block_stop_requests
 from megafrontier.config import Config
@@ -31,7 +32,6 @@ from megafrontier.parallel.world import World
 from megafrontier.partition import Engine, shard
 from megafrontier.partition.rules import UnitRules, Update
 from megafrontier.partition.unit import InitialSlice
-from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.pipeline.division import block_names, divide_model
 from megafrontier.pipeline.runner import Pipeline
 from megafrontier.pipeline.work import Runner, WholeModel

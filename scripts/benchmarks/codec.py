@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from megafrontier.comm.wires.block import INT4, INT8, BlockCodec
+from megafrontier.comm.wires.registry import missing_kernels
+from megafrontier.comm.wires.wire import Wire
 from megafrontier.common.buffers import Workspace
-from megafrontier.partition.wires.block import INT4, INT8, BlockCodec
-from megafrontier.partition.wires.registry import missing_kernels
-from megafrontier.partition.wires.wire import Wire
 from scripts.benchmarks.shared.measuring import at_least, in_a_folder
 
 CODECS = {"int8": INT8, "int4": INT4}

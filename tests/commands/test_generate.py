@@ -13,8 +13,8 @@ from megafrontier.commands.generate import (
 from megafrontier.common.errors import UserError
 from megafrontier.config import load_config
 from megafrontier.data.tokenizers.tokenizer import ByteTokenizer, SentencePieceTokenizer
+from megafrontier.families.hf_io import export_model
 from megafrontier.model.attention import KVCache
-from megafrontier.model.families.hf_io import export_model
 from tests.commands.helpers import run_command
 from tests.model.small_models import LATENT_QUERIES, small_config
 

@@ -8,7 +8,7 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from megafrontier.config import AttentionConfig, ModelConfig, load_config, load_machine
-from megafrontier.model.families import family_for
+from megafrontier.families import family_for
 from megafrontier.model.flops import flops_per_token, parameter_count, parameter_shapes
 from tests.model.small_models import LATENT_QUERIES, small_config
 

@@ -8,7 +8,7 @@ import torch
 from megafrontier.common.errors import UserError
 from megafrontier.config import MoEConfig, OptimizerConfig, ScalingConfig
 from megafrontier.config.building import build
-from megafrontier.model.families.hf_io import export_model, import_model
+from megafrontier.families.hf_io import export_model, import_model
 from megafrontier.model.flops import parameter_specs
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise

@@ -17,9 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megafrontier.comm.streams import DONE, HOST, CommStreams
 from megafrontier.common.buffers import BufferPool, Workspace
 from megafrontier.parallel.hierarchy import CommArbiter
-from megafrontier.partition.comm.streams import DONE, HOST, CommStreams
 from megafrontier.partition.memory import UnitBuffer
 
 COMPUTATION = -1

@@ -6,7 +6,7 @@ Ranks share GPUs if there are fewer GPUs than ranks.
 import pytest
 import torch
 
-from tests.partition.comm.test_overlap import CASES, POLICIES, train
+from tests.comm.test_overlap import CASES, POLICIES, train
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("unused_gpus")

@@ -5,7 +5,8 @@ from math import prod
 
 import pytest
 
-from megafrontier.partition.layout import SHARD_ALIGNMENT, Layout, shard_range
+from megafrontier.parallel.hierarchy import SHARD_ALIGNMENT, shard_range
+from megafrontier.partition.layout import Layout
 
 
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 4, 3), (2, 1, 3, 2, 2)])

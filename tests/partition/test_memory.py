@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from megafrontier.comm import collectives as collectives_module
+from megafrontier.comm.wires import wire as wires_module
+from megafrontier.comm.wires.wire import Wire
 from megafrontier.partition import STRATEGIES
-from megafrontier.partition.comm import collectives as collectives_module
 from megafrontier.partition.memory import MessageBuffers
-from megafrontier.partition.wires import wire as wires_module
-from megafrontier.partition.wires.wire import Wire
 from tests.partition.tiny import (
     LEVELS,
     engine_step,

@@ -5,13 +5,13 @@ import gc
 import pytest
 import torch
 
+from megafrontier.comm.wires.block import rotate, rotate_back
 from megafrontier.common.errors import UserError
 from megafrontier.config import PartitionConfig, WiresConfig
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition import STRATEGIES, Placement, Wires
 from megafrontier.partition.placement import state_bytes, traffic_bytes
 from megafrontier.partition.presets import choose_wires
-from megafrontier.partition.wires.block import rotate, rotate_back
 from scripts.benchmarks.shared.measuring import tensor_bytes
 from tests.partition.tiny import (
     engine_step,

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.config import OptimizerConfig
 from megafrontier.optim import unit_optimizers
 from megafrontier.optim.adamw import ShardedAdamW
@@ -17,7 +18,6 @@ from megafrontier.optim.unit_optimizers import UnitOptimizers
 from megafrontier.partition import Placement, shard
 from megafrontier.partition import engine as engine_module
 from megafrontier.partition.rules import UnitRules
-from megafrontier.partition.wires.registry import DTYPES
 from tests.partition.races import COMPUTATION, ClockHandle, Races
 from tests.partition.tiny import TinyModel, backward, batch, preset
 from tests.ranks import run_ranks

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from megafrontier.comm.wires.wire import make_wire
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.parallel.mesh import Splits
 from megafrontier.partition import Placement
-from megafrontier.partition.wires.wire import make_wire
 from megafrontier.pipeline.work import Work
 from tests.model.moe.shapes import mixture
 from tests.model.small_models import GEMMA, LATENT_QUERIES, SHAPES

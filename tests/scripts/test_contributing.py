@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import torch
 
+from megafrontier.comm.wires import registry
+from megafrontier.comm.wires.wire import Wire
 from megafrontier.common.buffers import Workspace
-from megafrontier.partition.wires import registry
-from megafrontier.partition.wires.wire import Wire
 from megafrontier.training.callbacks.base import Callback
 from tests.ranks import run_ranks
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megafrontier.comm.wires.wire import Wire
 from megafrontier.config import ParallelConfig
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.gpt import GPT
@@ -21,7 +22,6 @@ from megafrontier.optim.gradients import global_norm
 from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import ParamSpec, global_ranges, spec_of
 from megafrontier.partition import Engine, Placement, shard
-from megafrontier.partition.wires.wire import Wire
 from megafrontier.pipeline.division import Division, block_names, divide_model
 from megafrontier.pipeline.runner import Pipeline, Work
 from megafrontier.splits.apply import apply_splits

@@ -6,13 +6,13 @@ from itertools import product
 import pytest
 import torch
 
+from megafrontier.comm.wires.wire import make_wire
 from megafrontier.common.errors import UserError
 from megafrontier.config import ScalingConfig
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice
 from megafrontier.parallel.mesh import Splits
 from megafrontier.partition import Placement, shard
-from megafrontier.partition.wires.wire import make_wire
 from megafrontier.splits.apply import apply_splits
 from megafrontier.splits.context import check_context_split
 from megafrontier.splits.documents import assign

@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
+from megafrontier.comm.wires.wire import make_wire
 from megafrontier.config.model.moe import MoEConfig
 from megafrontier.model.moe.dispatch import local_dispatch
 from megafrontier.model.moe.experts import Experts
 from megafrontier.parallel.mesh import Splits
 from megafrontier.partition import Engine, Placement, Wires
-from megafrontier.partition.wires.wire import make_wire
 from megafrontier.splits import experts as experts_module
 from megafrontier.splits.exchange import PEAK, TokenExchange
 from megafrontier.splits.experts import ExpertGroup

@@ -5,9 +5,9 @@ import os
 from datetime import UTC, datetime
 from pathlib import Path
 
+from megafrontier.comm.ledger import Ledger
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.world import Operation
-from megafrontier.partition.comm.ledger import Ledger
 
 _STDERR = 2
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megafrontier.comm.ledger import Ledger
 from megafrontier.common.errors import (
     BAD_NODE,
     LOST,
@@ -50,7 +51,6 @@ from megafrontier.launch.rendezvous import ALL_PEERS
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.parallel.world import RankStatus
-from megafrontier.partition.comm.ledger import Ledger
 
 
 class Watchdog:

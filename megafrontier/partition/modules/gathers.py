@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from megafrontier.comm.wires.wire import Wires
 from megafrontier.partition.memory import UnitBuffer
 from megafrontier.partition.modules.hook_points import HookPoint, Part
 from megafrontier.partition.placement import traffic_bytes
 from megafrontier.partition.unit import Unit
-from megafrontier.partition.wires.wire import Wires
 
 
 class Pass(NamedTuple):

@@ -24,9 +24,9 @@ from weakref import ref
 import torch
 from torch import nn
 
+from megafrontier.comm.ledger import Ledger
+from megafrontier.comm.streams import CommStreams, Policy
 from megafrontier.common.errors import UserError
-from megafrontier.partition.comm.ledger import Ledger
-from megafrontier.partition.comm.streams import CommStreams, Policy
 from megafrontier.partition.modules.hook_points import (
     BackwardPass,
     ForwardRecord,

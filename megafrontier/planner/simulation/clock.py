@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from megafrontier.partition.comm.streams import STREAMS, Task, WorkHandle
+from megafrontier.comm.streams import STREAMS, Task, WorkHandle
 
 COMPUTE = "compute"
 Bar = tuple[str, float, float]

@@ -5,7 +5,7 @@ They take time and have no results.
 
 import torch
 
-from megafrontier.partition.wires.registry import Codec
+from megafrontier.comm.wires.registry import Codec
 from megafrontier.planner.simulation.meter import running_meter
 
 

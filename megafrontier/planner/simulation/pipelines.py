@@ -10,8 +10,8 @@ from functools import partial
 from itertools import pairwise
 from statistics import median
 
+from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.config import Config
-from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.pipeline.division import Division
 from megafrontier.pipeline.exchanges import with_transfers
 from megafrontier.pipeline.simulate import Costs

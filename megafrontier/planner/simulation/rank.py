@@ -9,9 +9,9 @@ from typing import cast
 
 import torch
 
+from megafrontier.comm.wires.registry import use_kernels
 from megafrontier.config import Config
 from megafrontier.model.flops import flops_per_token
-from megafrontier.partition.wires.registry import use_kernels
 from megafrontier.planner.simulation import codecs
 from megafrontier.planner.simulation.attention import attention_kernel
 from megafrontier.planner.simulation.clock import COMPUTE, Clock

@@ -4,8 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from megafrontier.comm.ledger import Trace
 from megafrontier.model.flops import flops_per_token
-from megafrontier.partition.comm.ledger import Trace
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer

@@ -10,10 +10,10 @@ from megafrontier.checkpoint.folder import delete_old
 from megafrontier.checkpoint.format import CheckpointWriteError
 from megafrontier.checkpoint.save import PendingSave
 from megafrontier.checkpoint.states import States, engine_states, persistent_buffers, start_save
+from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.common.errors import RunFailed, StorageFailed
 from megafrontier.config import Config, config_to_dict
 from megafrontier.data.tokenizers.tokenizer import save_cached_tokenizer
-from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.training.callbacks.base import Callback, is_due
 from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.plan import RunPlan, master_itemsize, optimizer_groups

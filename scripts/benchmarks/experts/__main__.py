@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megafrontier.comm.wires.wire import make_wire
 from megafrontier.common.files import write_atomically
-from megafrontier.partition.wires.wire import make_wire
 from scripts.benchmarks.experts.routing import (
     NODES,
     imbalance,

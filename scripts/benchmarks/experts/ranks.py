@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megafrontier.comm.wires.wire import Wire, make_wire
 from megafrontier.config import ModelConfig, load_config
 from megafrontier.config.model.moe import MoEConfig
 from megafrontier.launch.context import join_machine
@@ -18,7 +19,6 @@ from megafrontier.model.moe.experts import Experts
 from megafrontier.parallel.groups import all_to_all
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition import Engine
-from megafrontier.partition.wires.wire import Wire, make_wire
 from megafrontier.splits.experts import ExpertGroup
 from scripts.benchmarks.experts.routing import ACTIVE, EXPERTS
 from scripts.benchmarks.slow_network.job import Job

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import Config, load_config
 from megafrontier.launch.context import join_machine
@@ -21,7 +22,6 @@ from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.parallel.param_spec import spec_of
-from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.training.loop import train_step
 from megafrontier.training.preview import check_training
 from megafrontier.training.trainer import Trainer, build_trainer, open_loader

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from megafrontier.model.families.llama import Llama
+from megafrontier.families.llama import Llama
 from scripts.benchmarks.one_device.setting import BETAS, CLIP, LR, WEIGHT_DECAY, Rows, Setting
 from scripts.benchmarks.shared.child import Clock, device
 

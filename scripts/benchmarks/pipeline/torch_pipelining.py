@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.config import Config
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.parallel.mesh import Mesh
-from megafrontier.partition.wires.registry import DTYPES
 from megafrontier.pipeline.division import Division, keep_stages
 from megafrontier.pipeline.table import rank_of
 from scripts.benchmarks.pipeline.stand_in import StandIn

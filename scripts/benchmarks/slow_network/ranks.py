@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from megafrontier.comm.ledger import KINDS, Trace
+from megafrontier.comm.wires.registry import DTYPES
+from megafrontier.comm.wires.wire import Wires
 from megafrontier.config import Config, load_config
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch
@@ -17,9 +20,6 @@ from megafrontier.launch.context import join_machine
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.parallel.mesh import Mesh
-from megafrontier.partition.comm.ledger import KINDS, Trace
-from megafrontier.partition.wires.registry import DTYPES
-from megafrontier.partition.wires.wire import Wires
 from megafrontier.training.loop import train_step
 from megafrontier.training.plan import RunPlan
 from megafrontier.training.step import StepResult

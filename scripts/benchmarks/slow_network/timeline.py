@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megafrontier.comm.ledger import WAITING
 from megafrontier.common.errors import UserError, exit_on_fatal_error
-from megafrontier.partition.comm.ledger import WAITING
 from megafrontier.report.draw import level_colours, pyplot
 from scripts.benchmarks.shared.measuring import in_a_folder
 

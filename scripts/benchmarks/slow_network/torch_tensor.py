@@ -20,11 +20,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.config import Config
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.block import Block
 from megafrontier.model.gpt import GPT, Head
-from megafrontier.partition.wires.registry import DTYPES
 from scripts.benchmarks.slow_network.fsdp2 import adamw
 
 

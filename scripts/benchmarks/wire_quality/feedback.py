@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from megafrontier.checkpoint.folder import of_newest
+from megafrontier.comm.wires.registry import Codec
+from megafrontier.comm.wires.wire import make_wire
 from megafrontier.commands.checkpoints import load_model, saved_config
 from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import Config
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.gpt import GPT
-from megafrontier.partition.wires.registry import Codec
-from megafrontier.partition.wires.wire import make_wire
 from megafrontier.training.trainer import open_loader
 
 FEEDBACK = {

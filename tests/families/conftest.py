@@ -1,0 +1,53 @@
+"""Exported models, their config.json and tensors, and what transformers computes with them."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from megafrontier.families.hf_io import export_model
+from megafrontier.model.gpt import GPT
+
+
+def load_reference(folder, ignored="nothing"):
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.float32
+    )
+    assert not report["missing_keys"]
+    assert all(key.startswith(ignored) for key in report["unexpected_keys"])
+    return model.eval()
+
+
+def assert_same_logits(ours, theirs, tokens):
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=1e-4)
+    assert expected.std() > 0.1, "logits of 0 would agree for any model"
+
+
+def loaded(config, weights):
+    model = GPT(config)
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+@pytest.fixture
+def exported(make_config, make_model, tmp_path):
+    """A GPT-2 on disk."""
+    config = make_config()
+    export_model(config, make_model(config).state_dict(), tmp_path / "out")
+    return tmp_path / "out"
+
+
+def change_config(folder, **changes):
+    """Change keys of a config.json, and drop those whose new value is `...`."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
+
+
+def change_tensors(folder, **changes):
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | changes, path, {"format": "pt"})

@@ -1,0 +1,154 @@
+"""Dense families with Llama's tensors both ways, with the logits of transformers."""
+
+import pytest
+import torch
+import transformers
+
+from megafrontier.common.errors import UserError
+from megafrontier.config import AttentionConfig
+from megafrontier.families import FAMILIES
+from megafrontier.families.hf_io import described_model, export_model, import_model
+from tests.families.conftest import (
+    assert_same_logits,
+    change_config,
+    load_reference,
+    loaded,
+)
+from tests.families.test_families import ROTARY, SMALL_LLAMA
+
+SMALL = SMALL_LLAMA | {"num_hidden_layers": 3, "num_key_value_heads": 2}
+PLAIN = SMALL | {"rope_parameters": ROTARY}
+YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "beta_fast": 3.0, "beta_slow": 1.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0}
+GEMMA = SMALL | {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 5}
+FOREIGN = {
+    "Mistral": transformers.MistralConfig(**PLAIN, sliding_window=7),
+    "Mistral without a window": transformers.MistralConfig(**PLAIN, sliding_window=None),
+    "SmolLM3": transformers.SmolLM3Config(
+        **PLAIN, no_rope_layer_interval=2, mlp_bias=True, pad_token_id=0
+    ),
+    "Qwen2": transformers.Qwen2Config(**PLAIN, tie_word_embeddings=True),
+    "Qwen2 with windows": transformers.Qwen2Config(
+        **PLAIN,
+        use_sliding_window=True,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "Qwen3": transformers.Qwen3Config(**PLAIN, head_dim=16, attention_bias=True),
+    "Gemma2": transformers.Gemma2Config(
+        **GEMMA,
+        rope_parameters=ROTARY,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=1.5,
+        attention_bias=True,
+    ),
+    "Gemma3": transformers.Gemma3TextConfig(
+        **GEMMA,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": LINEAR,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        tie_word_embeddings=False,
+    ),
+    "Olmo2": transformers.Olmo2Config(**PLAIN, pad_token_id=0, eos_token_id=1),
+    "Phi3": transformers.Phi3Config(
+        **SMALL,
+        rope_parameters={**ROTARY, "partial_rotary_factor": 0.75},
+        sliding_window=6,
+        pad_token_id=0,
+    ),
+    "StableLm": transformers.StableLmConfig(
+        **SMALL,
+        rope_parameters={**ROTARY, "partial_rotary_factor": 0.25},
+        use_qkv_bias=True,
+    ),
+    "Llama with YaRN": transformers.LlamaConfig(
+        **SMALL, rope_parameters={**YARN, "original_max_position_embeddings": 12}
+    ),
+    "Llama with a factor of YaRN": transformers.LlamaConfig(
+        **SMALL,
+        mlp_bias=True,
+        rope_parameters={
+            **YARN,
+            "original_max_position_embeddings": 12,
+            "attention_factor": 1.7,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_dense_families_have_the_logits_of_transformers_both_ways(name, tokens, tmp_path):
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(FOREIGN[name]).eval()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, 0.1, 0.2)
+    theirs.save_pretrained(tmp_path / "theirs")
+    config, weights = import_model(tmp_path / "theirs")
+    ours = loaded(config, weights)
+    assert_same_logits(ours, theirs, tokens)
+    architecture = export_model(config, weights, tmp_path / "back")
+    assert architecture == type(theirs).__name__ or name == "Mistral without a window"
+    assert_same_logits(ours, load_reference(tmp_path / "back"), tokens)
+    again, same = import_model(tmp_path / "back")
+    assert again == config
+    assert all(torch.equal(same[name], weights[name]) for name in weights)
+
+
+def test_a_gemma_3_of_transformers_4_is_read_as_well(tmp_path):
+    FOREIGN["Gemma3"].save_pretrained(tmp_path)
+    change_config(
+        tmp_path,
+        rope_parameters=...,
+        layer_types=...,
+        sliding_window_pattern=3,
+        rope_theta=5000.0,
+        rope_local_base_freq=100.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    old = described_model(tmp_path)[1]
+    FOREIGN["Gemma3"].save_pretrained(tmp_path)
+    assert old == described_model(tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "Qwen2 with windows",
+            {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+            "layer_types: .*, need sliding_attention, with full_attention in the last of every n",
+        ),
+        ("Gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping: 5.0, need None"),
+        ("Phi3", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope', need 'default'"),
+        ("StableLm", {"qk_layernorm": True}, "qk_layernorm: True, need False"),
+        ("SmolLM3", {"no_rope_layers": [0, 1, 1]}, r"no_rope_layers: \[0, 1, 1\], need 1, with 0"),
+    ],
+)
+def test_what_gpt_cannot_express_is_refused_by_key(name, change, message, tmp_path):
+    FOREIGN[name].save_pretrained(tmp_path)
+    change_config(tmp_path, **change)
+    with pytest.raises(UserError, match=message):
+        import_model(tmp_path)
+
+
+def test_no_family_ignores_an_option(make_config, tmp_path):
+    """What no family has is refused, and named."""
+    llama = {"position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
+    for key, value in (
+        ("attention", AttentionConfig(sinks=True)),
+        ("attention", AttentionConfig(window=4, global_every=2)),
+        ("norm_unit_offset", True),
+        ("logit_softcap", 3.0),
+        ("scale_embedding", True),
+    ):
+        with pytest.raises(UserError, match=rf"model\.{key}.* cannot be exported: .*Llama"):
+            export_model(make_config(**{**llama, key: value}), {}, tmp_path / "out")
+
+
+def test_every_family_has_a_test():
+    tested = {config.model_type for config in FOREIGN.values()}
+    others = {"gpt2", "llama", "gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"}
+    others |= {"deepseek_v2", "deepseek_v3"}
+    assert tested | others == set(FAMILIES)
