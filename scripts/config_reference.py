@@ -31,9 +31,9 @@ megafrontier train configs/quickstart.yaml --nproc 8 run.name=try train.steps=20
 - **Keys.** Every key below has a default, and a file names only what differs. An unknown key, a
   value of the wrong type, and values that do not fit each other are refused before any process
   starts, in one line with the key, the value and what would fit.
-- **Inheritance.** `defaults: other.yaml` at the top of a file reads the other file first (relative
-  to this one); the keys of this file win. Sections are merged, lists are replaced. The other file
-  may inherit in turn.
+- **Inheritance.** `defaults: other.yaml` at the top of a file reads the other file first; the keys
+  of this file win. The path is relative to this file. If there is no such file, it is the name of
+  an installed one. Sections are merged, lists are replaced. The other file may inherit in turn.
 - **Overrides.** `key=value` on the command line wins over every file. The value is YAML, so
   `data.skip=[[100,120]]` and `model.kv_heads=null` work (quote them for the shell). Items of a
   list are reached by index: `data.train[0].weight=2`. A mapping is merged into the file's section,
@@ -49,7 +49,8 @@ megafrontier train configs/quickstart.yaml --nproc 8 run.name=try train.steps=20
 - **Machines.** `machine` is a name from `configs/machines/` (in the current directory, then among
   the installed ones), the path of such a file, or its content inline. Only the outermost level
   may leave its `size` open. `machine.levels.world.size=16` changes one value of a named machine,
-  and so does a mapping in a file that inherits it; `machine={…}` on the command line replaces it.
+  and so does a mapping in a file whose `defaults` name a machine. In any other file a mapping is
+  the whole machine. `machine={…}` on the command line replaces the machine of the files.
 - **What ran.** The run directory holds `config.yaml` with every key and every reference resolved.
   Only `machine` is saved as given: a name, or the keys that were inline.
 

@@ -16,7 +16,7 @@ from megafrontier.config.building import build
 from megafrontier.config.machine import MachineConfig
 from megafrontier.config.model.gpt import ModelConfig
 from megafrontier.config.schema import Config, RunConfig
-from megafrontier.config.shipped import find_config, shipped_folder
+from megafrontier.config.shipped import find_config, shipped_files, shipped_folder
 from megafrontier.config.validation import check, check_machine
 
 _SHORT = {"wires": "preset", "parallel": "tensor"}
@@ -96,7 +96,10 @@ def load_machine(machine: Any) -> MachineConfig:
 
 
 def _with_overrides(values: dict[str, Any], overrides: Sequence[str], origin: str) -> Config:
-    from_file = _merged(asdict(Config()), _without_default_directory(values))
+    defaults = asdict(Config())
+    if "machine" in values:
+        del defaults["machine"]  # Levels of the default are not levels of the file's machine.
+    from_file = _merged(defaults, _without_default_directory(values))
     filled = from_file
     for override in overrides:
         filled = _apply_override(filled, override)
@@ -197,7 +200,7 @@ def _named_file(kind: str, name: str, key: str) -> Path:
 
 
 def _read_yaml(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A file, merged over the one that its `defaults` key names, relative to it."""
+    """A file, merged over the one that its `defaults` key names (`_parent_file`)."""
     origin = f"{path} (the defaults of {children[-1]})" if children else str(path)
     if path.resolve() in [child.resolve() for child in children]:
         raise UserError(f"{origin}: the files inherit from each other in a circle")
@@ -216,8 +219,20 @@ def _read_yaml(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
         return values
     need(isinstance(parent, str), f"{path}: defaults", parent, "need the path of one file")
     parent = _resolved({"defaults": parent})["defaults"]
-    inherited: dict[str, Any] = _merged(_read_yaml(path.parent / parent, (*children, path)), values)
+    above = _read_yaml(_parent_file(path, parent), (*children, path))
+    inherited: dict[str, Any] = _merged(above, values)
     return inherited
+
+
+def _parent_file(path: Path, parent: str) -> Path:
+    """The file `parent` of `path`'s `defaults`, relative to `path`, or the file of that name among
+    those that come with the package."""
+    given = path.parent / parent
+    if given.exists() or Path(parent).name != parent:
+        return given
+    name, files = parent.removesuffix(".yaml"), shipped_files()
+    # A model that was copied out of configs/models inherits from another model there.
+    return files.get(name) or files.get(f"models/{name}") or files.get(f"machines/{name}") or given
 
 
 def _apply_override(values: dict[str, Any], override: str) -> Any:

@@ -3,7 +3,13 @@
 import pytest
 import yaml
 
-from megafrontier.config import load_config, load_machine
+from megafrontier.config import (
+    config_from_dict,
+    config_to_dict,
+    load_config,
+    load_machine,
+    save_config,
+)
 from tests.config.conftest import refusal
 
 
@@ -87,3 +93,29 @@ def test_an_override_changes_one_value_of_a_named_machine(write):
 )
 def test_machines_that_are_not_whole_are_refused(machine, expected):
     assert expected in refusal(load_machine, machine)
+
+
+def test_a_machine_in_a_file_replaces_the_default_and_not_its_parents(write):
+    """The default machine, laptop, has the level `world`."""
+    own = "{levels: {a: {size: 2}, b: {size: 2}, c: {size: 2}, d: {}}}"
+    path = write("a.yaml", f"machine: {own}")
+    config = load_config(path)
+    assert config.machine == yaml.safe_load(own) | {
+        "levels": {"a": {"size": 2}, "b": {"size": 2}, "c": {"size": 2}, "d": {}}
+    }
+    assert list(load_machine(config.machine).levels) == ["a", "b", "c", "d"]
+    changed = load_config(path, ["machine.levels.c.size=4", "machine.device.name=cpu"]).machine
+    assert list(changed["levels"]) == ["a", "b", "c", "d"]
+    assert (changed["levels"]["c"], changed["device"]) == ({"size": 4}, {"name": "cpu"})
+    child = write("b.yaml", "defaults: a.yaml\nmachine: {levels: {b: {size: 8}}}")
+    assert list(load_config(child).machine["levels"]) == ["a", "b", "c", "d"]
+    lone = write("c.yaml", "machine: {device: {name: cpu}}")
+    assert "levels: none, need 1 to 5 levels" in refusal(load_machine, load_config(lone).machine)
+
+
+def test_a_runs_own_config_has_the_machine_that_the_run_had(write, tmp_path):
+    chosen = ["machine={levels: {a: {size: 2}, b: {size: 2}, c: {}}}"]
+    config = load_config(write("a.yaml", "{}"), chosen)
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
+    assert config_from_dict(config_to_dict(config), "checkpoint") == config
