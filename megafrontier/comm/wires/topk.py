@@ -15,7 +15,8 @@ class TopKCodec(Codec):
     et al. 2026, arXiv:2603.08163).
 
     A message has, for each chunk, the largest magnitude as fp32, the places of the elements as
-    int16, and 2 bits for each: one of -1, -1/3, 1/3 and 1 times the largest magnitude.
+    int16, and 2 bits for each: one of -1, -1/3, 1/3 and 1 times the largest magnitude. Zeros are
+    not sent: a chunk with fewer nonzero elements than `kept` repeats one of them.
     """
 
     chunk: int = 4096
@@ -41,8 +42,15 @@ class TopKCodec(Codec):
         places = chunks.abs().topk(self.kept, dim=1, sorted=False).indices.sort(dim=1).values
         picked = chunks.gather(1, places)
         largest = picked.abs().amax(1, keepdim=True)
-        shares = picked / largest.clamp(min=torch.finfo(torch.float32).tiny)
-        codes = ((shares + 1) * 1.5).round().clamp(0, 3).to(torch.uint8).unflatten(1, (-1, 4))
+        shares = picked / largest.masked_fill(largest == 0, 1)
+        codes = ((shares + 1) * 1.5).round().clamp(0, 3).to(torch.uint8)
+        # No code stands for zero. Instead of a zero, repeat the first element that is sent as the
+        # largest: decoding writes it twice.
+        first = ((codes % 3 == 0) & (picked != 0)).int().argmax(1, keepdim=True)
+        places = places.where(picked != 0, places.gather(1, first))
+        codes = codes.where(picked != 0, codes.gather(1, first))
+        places, order = places.sort(dim=1)
+        codes = codes.gather(1, order).unflatten(1, (-1, 4))
         shifts = torch.arange(0, 8, 2, device=codes.device, dtype=torch.uint8)
         packed = (codes << shifts).sum(2, dtype=torch.uint8)
         parts = (largest.view(torch.uint8), places.to(torch.int16).view(torch.uint8), packed)

@@ -34,6 +34,22 @@ def test_what_was_decoded_encodes_to_the_same_message() -> None:
     assert torch.equal(encode(found), messages)
 
 
+@pytest.mark.parametrize("nonzeros", [0, 1, 5, 63])
+def test_zeros_stay_zeros_where_a_chunk_has_fewer_nonzero_elements_than_are_sent(nonzeros) -> None:
+    torch.manual_seed(3)
+    values = torch.zeros(2, 5000)  # the last chunk is padded
+    for row in values:
+        row[torch.randperm(4096)[:nonzeros]] = torch.randn(nonzeros)
+        row[4096 + torch.randperm(904)[:nonzeros]] = torch.randn(nonzeros)
+    errors = torch.zeros_like(values, dtype=torch.bfloat16)
+    messages, found = encode(values, errors), torch.empty_like(values)
+    TOPK.decode(messages, found)
+    assert torch.equal(found != 0, values != 0)
+    assert torch.equal(found.abs().amax(1), values.abs().amax(1))
+    assert torch.equal(errors != 0, (found != values))
+    assert torch.equal(encode(found), messages)
+
+
 def test_the_sum_of_messages_is_the_sum_of_their_values() -> None:
     torch.manual_seed(2)
     messages = encode(torch.randn(3, 5000))
