@@ -1,9 +1,11 @@
 """The options of training one model at several sites."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from ipaddress import IPv6Address
 from typing import Literal
 
-from megafrontier.common.errors import need
+from megafrontier.common.errors import UserError, need
 from megafrontier.config.fields import bounded
 
 
@@ -25,7 +27,8 @@ class SitesConfig:
     (DiLoCo, Douillard et al. 2023, arXiv:2311.08105). See `docs/sites.md`."""
 
     addresses: list[str] = field(default_factory=list)
-    """HOST:PORT at which the first rank of each site listens, in the order of their numbers."""
+    """HOST:PORT of the first rank of each site, in the order of their numbers. An IPv6 address is
+    in brackets: `[fd00::1]:7001`."""
     number: int = bounded(0, at_least=0)
     """Which of `addresses` this job is."""
     global_batches: list[int] = field(default_factory=list)
@@ -73,14 +76,12 @@ def check_sites(sites: SitesConfig, global_batch: int, hang_seconds: float) -> N
     """Check how the values fit each other. Raises UserError with key, value and fix."""
     count, key = len(sites.addresses), "sites"
     need(count > 0, f"{key}.addresses", "empty", "need HOST:PORT of each site")
-    for address in sites.addresses:
-        host, _, port = address.rpartition(":")
-        is_address = host != "" and port.isascii() and port.isdigit() and 0 < int(port) < 2**16
-        need(is_address, f"{key}.addresses", address, "need HOST:PORT")
+    _check_addresses(sites.addresses)
     fits = f"need less than the number of sites.addresses ({count})"
     need(sites.number < count, f"{key}.number", sites.number, fits)
     given, own = sites.batches(global_batch), f"{key}.global_batches"
     need(len(given) == count, own, given, f"need one for each of {count} sites.addresses")
+    need(min(given) > 0, own, given, "need at least 1 for each site")
     fits = f"need train.global_batch ({global_batch}) for site {sites.number}"
     need(given[sites.number] == global_batch, own, given, fits)
     fits = f"must divide sites.every ({sites.every})"
@@ -92,3 +93,26 @@ def check_sites(sites: SitesConfig, global_batch: int, hang_seconds: float) -> N
     is_late = hang_seconds == 0 or sites.deadline_seconds < hang_seconds
     fits = f"need less than train.hang_seconds ({hang_seconds})"
     need(is_late, f"{key}.deadline_seconds", sites.deadline_seconds, fits)
+
+
+def _check_addresses(addresses: Sequence[str]) -> None:
+    earlier, key = set[tuple[str, int]](), "sites.addresses"
+    for text in addresses:
+        try:
+            address = split_address(text)
+        except ValueError as error:
+            raise UserError(f"{key}: {text}, need HOST:PORT or [IPv6]:PORT") from error
+        need(address not in earlier, key, text, "given twice, need another one for each site")
+        earlier.add(address)
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT or [IPv6]:PORT. Raises ValueError for another form."""
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise ValueError(text)
+    if host.startswith("[") and host.endswith("]"):
+        return str(IPv6Address(host[1:-1])), int(port)
+    if not host or set(host) & set("[]:"):
+        raise ValueError(text)
+    return host.lower(), int(port)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megafrontier.comm.ledger import Ledger
-from megafrontier.config.sites import SitesConfig
+from megafrontier.config.sites import SitesConfig, split_address
 from megafrontier.parallel.world import World
 from megafrontier.sites.directory import (
     Holding,
@@ -163,9 +163,3 @@ class Endpoint:
                 for index in outer.fragments[fragment]
             ]
         return {"sizes": [len(state) for state in states], "version": version}, b"".join(states)
-
-
-def split_address(text: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT."""
-    host, _, port = text.rpartition(":")
-    return host, int(port)
