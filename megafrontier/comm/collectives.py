@@ -149,7 +149,7 @@ class LevelCollectives:
         for level in reversed(levels):
             wire = self._wires.gather[level]
             rows *= self.hierarchy.levels.sizes[level]
-            shape = rows, wire.codec.message_bytes(numel)
+            shape = rows, wire.codec.message_length(numel)
             out = None
             if level != levels[0]:
                 pool = self._streams.buffers

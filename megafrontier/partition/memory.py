@@ -181,7 +181,7 @@ class MessageBuffers:
     def _gather(
         self, level: int, wire: Wire, shard: int, dtype: torch.dtype
     ) -> Iterator[tuple[int, str, int]]:
-        if wire.codec.dtype is not dtype:
+        if not wire.codec.sends_unchanged(dtype):
             yield level, "sent", wire.codec.message_bytes(shard)
             yield level, "received", wire.codec.message_bytes(shard) * self.levels.sizes[level]
 
@@ -189,7 +189,7 @@ class MessageBuffers:
         wire, size = self.wires.reduce[level], self.levels.sizes[level]
         rows = size - wire.codec.is_quantized
         yield level, "received", wire.codec.message_bytes(shard) * rows
-        if wire.codec.dtype is not dtype:
+        if not wire.codec.sends_unchanged(dtype):
             yield level, "sent", wire.codec.message_bytes(shard) * rows
         if wire.codec.is_quantized and dtype is not torch.float32:
             yield level, "own", shard * dtype.itemsize

@@ -62,7 +62,7 @@ class Messenger:
         peer = self._ranks[transfer.peer]
         level = self._mesh.levels.level_between(self._mesh.rank, peer)
         wire = self._wires[level]
-        codec = None if wire is None else wire.codec
+        codec = wire.codec if wire and not wire.codec.sends_unchanged(tensor.dtype) else None
         return _Parcel(transfer.kind.is_send, tensor, peer, level, codec)
 
     def wait(self, message: Message) -> Tensor:
@@ -95,7 +95,7 @@ class Messenger:
 
 
 class _Parcel(NamedTuple):
-    """A tensor on its way over a level, and its format there; None: its type."""
+    """A tensor on its way over a level, and its format there; None: it is sent unchanged."""
 
     is_send: bool
     tensor: Tensor

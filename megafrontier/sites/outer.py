@@ -47,7 +47,7 @@ class Outer:
 
     weights: what all sites agreed on last, fp32. momentum: of the outer optimizer, fp32. sent: the
     change that was sent last, as the others decode it, fp32. errors: what messages did not carry,
-    bf16; empty with an exact wire.
+    bf16; empty if the wire is not quantized.
     """
 
     def __init__(self, units: Sequence[Unit], config: SitesConfig) -> None:

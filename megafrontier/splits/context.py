@@ -179,7 +179,7 @@ class _Way(NamedTuple):
         group, codec = collectives.hierarchy.groups[self.level], collectives.codec(self.level)
         assert group is not None
         with collectives.record(self.level, chain) as sent:
-            if codec.dtype == rows.dtype:
+            if codec.sends_unchanged(rows.dtype):
                 all_to_all(out, rows, group, received, sizes)
                 sent.append(rows.nbytes)
                 return

@@ -236,7 +236,7 @@ def _move(rows: Tensor, label: str, beside: Tensor | None = None) -> Move:
 
 def _encode(codec: Codec, rows: Tensor) -> Tensor:
     """A message for each row [n, h], as bytes [n, m]."""
-    if rows.dtype == codec.dtype:
+    if codec.sends_unchanged(rows.dtype):
         return rows.contiguous().view(torch.uint8)
     length = codec.message_length(rows.shape[1])
     messages = torch.empty(len(rows), length, dtype=codec.dtype, device=rows.device)
@@ -246,12 +246,12 @@ def _encode(codec: Codec, rows: Tensor) -> Tensor:
 
 
 def _decode(codec: Codec, messages: Tensor, like: Tensor) -> Tensor:
-    """The rows of messages [n, m], in a type that holds their values, or in that of `like`."""
-    if not codec.is_quantized:
+    """The rows of messages, bytes [n, m], in the type of a cast, or in that of `like`."""
+    if codec.is_cast:
         return messages.view(codec.dtype)
     found = torch.empty(len(messages), like.shape[1], dtype=like.dtype, device=like.device)
     if len(messages):
-        codec.decode(messages.contiguous(), found)
+        codec.decode(messages.contiguous().view(codec.dtype), found)
     return found
 
 

@@ -4,13 +4,24 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from megafrontier.comm.wires import registry
-from megafrontier.comm.wires.wire import Wire
+from megafrontier.comm.wires.wire import Wire, make_wire
 from megafrontier.common.buffers import Workspace
+from megafrontier.config import SitesConfig
+from megafrontier.parallel.mesh import Splits
+from megafrontier.partition import Engine, Placement, Wires
+from megafrontier.pipeline.messages import Messenger
+from megafrontier.pipeline.table import Transfer, TransferKind
+from megafrontier.sites import outer
+from megafrontier.splits.context import ContextSplit
+from megafrontier.splits.exchange import TokenExchange
+from megafrontier.splits.tokens import TokenGroup
 from megafrontier.training.callbacks.base import Callback
-from tests.ranks import run_ranks
+from tests.partition.tiny import build, engine_step, finished_gradients
+from tests.ranks import run_mesh, run_ranks
 
 TEXT = (Path(__file__).resolve().parents[2] / "CONTRIBUTING.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
@@ -43,6 +54,140 @@ def test_the_example_of_a_wire_sums_over_ranks(monkeypatch):
     assert [sent for _, sent in found] == [4, 4]
     total = torch.tensor([value for part, _ in found for value in part])
     assert torch.allclose(total, torch.arange(1.0, 9.0) * 3, rtol=0.125)
+
+
+class Halves(registry.Codec):
+    """Messages of the values' own type that are not the values."""
+
+    dtype, name = torch.float32, "halves"
+
+    def message_bytes(self, count):
+        return 4 * count
+
+    def encode(self, values, messages, errors=None):
+        messages.copy_(values / 2)
+
+    def decode(self, messages, out, accumulate=False):
+        registry.store(messages * 2, out, accumulate)
+
+    def decode_sum(self, messages, out, accumulate=False):
+        registry.store(messages.sum(0) * 2, out, accumulate)
+
+
+class Fixed32(Halves):
+    """Integers of four bytes."""
+
+    dtype, name, is_quantized = torch.int32, "fixed32", True
+
+    def encode(self, values, messages, errors=None):
+        messages.copy_(values.mul(256).round())
+
+    def decode(self, messages, out, accumulate=False):
+        registry.store(messages.float() / 256, out, accumulate)
+
+    def decode_sum(self, messages, out, accumulate=False):
+        registry.store(messages.sum(0) / 256, out, accumulate)
+
+
+def move_tokens(mesh, engine, wires, rows):
+    """Each token goes to both ranks and comes back."""
+    exchange = TokenExchange(engine, mesh.hierarchy(("pipeline",)), wires)
+    chosen = torch.tensor([[0, 1]]).expand(len(rows), 2)
+    ((_, counts),) = exchange.chunks(chosen)
+    move, routes = exchange.start_dispatch(rows, chosen, torch.ones(chosen.shape), counts, 1)
+    exchange.finish_dispatch(move, routes, 1)
+    engine.ledger.take()  # leave out the exact numbers that go with the tokens
+    spread = exchange.wait(exchange.start_spread(rows, routes))[0]
+    return spread, exchange.wait(exchange.start_collect(spread, routes))[0]
+
+
+def move_activations(mesh, engine, wires, rows):
+    """Tensor parallelism's."""
+    group = TokenGroup(mesh.rank, 2)
+    group.connect(engine, mesh.hierarchy(("pipeline",)), wires)
+    return group.gather(rows), group.reduce(rows)
+
+
+def move_keys(mesh, engine, wires, rows):
+    """Context parallelism's keys and their gradients."""
+    group = TokenGroup(mesh.rank, 2)
+    group.connect(engine, mesh.hierarchy(("pipeline",)), wires)
+    split, documents = ContextSplit(group), torch.tensor([0, 2 * len(rows)])
+    past = split.begin_gather(rows.unflatten(1, (2, -1)), documents)()
+    return past, split.begin_reduce(past, documents, rows.dtype)()
+
+
+def move_hidden_states(mesh, engine, wires, rows):
+    """A pipeline's."""
+    kind = (TransferKind.SEND_ACTIVATION, TransferKind.RECEIVE_ACTIVATION)[mesh.rank]
+    messenger = Messenger(engine, mesh, wires)
+    (message,) = messenger.start([(Transfer(kind, mesh.rank, 0, 1 - mesh.rank), rows.clone())])
+    messenger.wait(message)
+    mesh.drain_and_barrier()
+    return (message.tensor,)
+
+
+MOVES = (move_tokens, move_activations, move_keys, move_hidden_states)
+
+
+def moved(mesh, move, wires):
+    """The result, and the bytes in the ledger."""
+    hierarchy = mesh.hierarchy()
+    plain = Wires.plain(1, torch.float32)
+    engine = Engine(Placement.named("ddp", hierarchy.levels), hierarchy, plain, "safe", 0, False)
+    rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(mesh.rank))
+    result = torch.cat([t.flatten() for t in move(mesh, engine, wires, rows)])
+    return result, engine.ledger.take(wait=True)[0][0]
+
+
+@pytest.fixture(params=["e5m2", Halves, Fixed32])
+def codec(request, monkeypatch):
+    """The example, whose messages are bytes, and codecs with messages of the values' type and of
+    integers of four bytes."""
+    monkeypatch.setattr(registry, "FORMATS", dict(registry.FORMATS))
+    return example("class Float8")["Float8"]() if request.param == "e5m2" else request.param()
+
+
+def test_any_codec_carries_tokens_and_activations(codec):
+
+    def body(mesh):
+        wires = None, Wire(codec)
+        return [[moved(mesh, move, (wire,)) for wire in wires] for move in MOVES]
+
+    for rank in run_mesh((2,), body, splits=Splits(pipeline=2)):
+        for move, ((exact, plain), (result, sent)) in zip(MOVES, rank, strict=True):
+            assert (result - exact).norm() < 0.1 * exact.norm(), move.__name__
+            assert sent == plain * codec.message_bytes(8) / 32, move.__name__
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_any_codec_carries_weights_and_gradients(codec, strategy):
+    def body(hierarchy):
+        results = []
+        for wire in (make_wire("fp32"), Wire(codec)):
+            wires = Wires((wire,), (wire,))
+            model, engine, optimizer = build(hierarchy, wires, strategy)
+            losses = [engine_step(engine, model, optimizer, step, 1) for step in range(3)]
+            engine.finish_publishing()
+            sent = engine.ledger.take()[0]
+            assert sent == [3 * count for count in engine.step_bytes(1)]
+            results.append((losses, sent, torch.cat(finished_gradients(engine, hierarchy.rank))))
+        return results
+
+    for (exact, plain, target), (losses, sent, gradients) in run_ranks((2,), body):
+        assert losses == pytest.approx(exact, rel=0.1)
+        assert (gradients - target).norm() < 0.1 * target.norm()
+        assert sent[0] == plain[0] * codec.message_bytes(8) / 32
+
+
+def test_any_codec_carries_the_changes_of_sites(codec, monkeypatch):
+    monkeypatch.setattr(outer, "codec_of", lambda _wire: codec)
+    unit = SimpleNamespace(master=torch.randn(outer.ROW + 8))
+    site = outer.Outer([unit], SitesConfig())
+    change = site.weights[0] - unit.master.mul_(0.5)
+    (message,) = site.encode(0)
+    assert message.nbytes == codec.message_bytes(outer.ROW + 8)
+    assert (site.decode(message, len(change)) - change).norm() < 0.1 * change.norm()
 
 
 def test_the_example_of_a_callback_is_one():

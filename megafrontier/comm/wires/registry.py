@@ -27,6 +27,9 @@ class Codec(ABC):
     is_quantized: bool = False
     """Whether elements are sent as integer codes. Then `encode` takes `errors`, and a reduction
     does not round what stays on the rank. If not, elements are sent as a float type."""
+    is_cast: bool = False
+    """Whether a message is its values, converted to `dtype`. Then values of this type are sent as
+    they are, and messages are used without `decode`."""
     is_sparse: bool = False
     """Whether only some elements are sent. Only the exchange between sites has such a format."""
     rotates: bool = False
@@ -49,6 +52,10 @@ class Codec(ABC):
     def message_length(self, count: int) -> int:
         """Elements of a message of `count` elements, in the codec's type."""
         return self.message_bytes(count) // self.dtype.itemsize
+
+    def sends_unchanged(self, dtype: torch.dtype) -> bool:
+        """Whether values of `dtype` are their own messages."""
+        return self.is_cast and dtype == self.dtype
 
     @abstractmethod
     def encode(
@@ -142,6 +149,7 @@ class CastCodec(Codec):
     """Elements sent as `dtype`: exact if that is their own type."""
 
     dtype: torch.dtype
+    is_cast = True
 
     @property
     def name(self) -> str:

@@ -36,7 +36,7 @@ class Wire:
         """
         peers = out.numel() // shard.numel() - 1
         message = self.encode(shard.view(1, -1), workspace)
-        if message.dtype == out.dtype:
+        if self.codec.sends_unchanged(out.dtype):
             all_gather(out, message.view(-1), group)
         else:
             received = workspace.get("received", (peers + 1, message.shape[1]), message.dtype)
@@ -83,7 +83,7 @@ class Wire:
         """`reduce` of `shards` [size, n]. This rank's own shard is not sent, so it is not
         rounded."""
         codec, size, own_rank = self.codec, len(shards), dist.get_rank(group)
-        shape = size - 1, codec.message_bytes(shards.shape[1])
+        shape = size - 1, codec.message_length(shards.shape[1])
         messages, received = (workspace.get(p, shape, codec.dtype) for p in ("sent", "received"))
         _encode_for_peers(codec, own_rank, shards, messages, errors)
         message_sizes = [shape[1]] * size
@@ -100,8 +100,9 @@ class Wire:
         return out, messages.nbytes
 
     def encode(self, values: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-        """One message per row of `values` [rows, n]; `values` itself if it has the wire's type."""
-        if values.dtype == self.codec.dtype:
+        """One message per row of `values` [rows, n]; `values` itself if a cast would not change
+        it."""
+        if self.codec.sends_unchanged(values.dtype):
             return values
         shape = values.shape[0], self.codec.message_length(values.shape[1])
         messages = workspace.get("sent", shape, self.codec.dtype)

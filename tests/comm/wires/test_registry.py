@@ -29,6 +29,7 @@ def test_the_configuration_accepts_exactly_the_registered_formats():
 def test_a_registered_codec_is_a_wire_format(monkeypatch):
     class Sign(CastCodec):
         name = "sign"
+        is_cast = False
         delta_name = "delta1"
 
         def encode(self, values, messages, errors=None):
