@@ -11,9 +11,9 @@ from megafrontier.model.gpt import GPT
 from megafrontier.parallel.mesh import ENDS, Mesh
 from megafrontier.parallel.param_spec import set_spec, spec_of
 from megafrontier.pipeline.balance import balanced_layers
-from megafrontier.pipeline.exchanges import with_transfers
-from megafrontier.pipeline.schedule import check_schedule, make_table
-from megafrontier.pipeline.table import Action, ExchangeRow, Kind, Table, rank_of, stages_of
+from megafrontier.pipeline.schedule import find_schedule, make_table
+from megafrontier.pipeline.table import Action, ActionKind, StageRow, Table
+from megafrontier.pipeline.transfers import with_transfers
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Division:
                 value, only = getattr(chosen, name), getattr(default, name)
                 need(value == only, f"parallel.{name}", value, "need parallel.pipeline")
             return cls("1f1b", 1, 1, (model.layers,))
-        check_schedule(chosen.schedule, chosen.stages_per_rank)
+        find_schedule(chosen.schedule).check(chosen.stages_per_rank)
         stages = ranks * chosen.stages_per_rank
         layers = tuple(chosen.layers) or balanced_layers(model, stages)
         fits = f"need {stages} numbers, one for each stage"
@@ -52,6 +52,11 @@ class Division:
     def stages(self) -> int:
         return len(self.layers)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of inputs and of weights are computed apart."""
+        return find_schedule(self.schedule).splits_backward
+
     def blocks(self, stage: int) -> range:
         """The numbers of a stage's blocks in the whole model."""
         last = list(accumulate(self.layers))[stage]
@@ -59,11 +64,11 @@ class Division:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank of the pipeline, in the order of the blocks."""
-        return stages_of(self.schedule, self.ranks, self.stages_per_rank, rank)
+        return find_schedule(self.schedule).stages_of(self.ranks, self.stages_per_rank, rank)
 
     def rank_of(self, stage: int) -> int:
         """The rank of the pipeline that has a stage."""
-        return rank_of(self.schedule, self.ranks, self.stages_per_rank, stage)
+        return find_schedule(self.schedule).rank_of(self.ranks, self.stages_per_rank, stage)
 
     def distinct_ranks(self) -> tuple[int, ...]:
         """Ranks of the pipeline of which one holds the largest part of the model: those with the
@@ -84,31 +89,32 @@ class Division:
             held = 0
             for action in row:
                 layers = self.layers[action.stage]
-                held += layers * (action.kind is Kind.FORWARD)
+                held += layers * (action.kind is ActionKind.FORWARD)
                 most = max(most, held)
-                held -= layers * (action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
+                held -= layers * (action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT))
         return most
 
     def table(self, micro_batches: int) -> Table:
         """The actions of each rank in a step."""
         return make_table(self.schedule, self.ranks, self.stages_per_rank, micro_batches)
 
-    def row(self, rank: int, micro_batches: int, early: bool, trains: bool = True) -> ExchangeRow:
+    def row(self, rank: int, micro_batches: int, early: bool, trains: bool = True) -> StageRow:
         """What a rank does in a step, with its messages; without `trains`, the forwards alone.
         `early`: as in `with_transfers`."""
         table = self.table(micro_batches)
         if not trains:
-            table = tuple(tuple(a for a in row if a.kind is Kind.FORWARD) for row in table)
+            table = tuple(tuple(a for a in row if a.kind is ActionKind.FORWARD) for row in table)
         return with_transfers(table, early)[rank]
 
 
-def last_backwards(row: ExchangeRow) -> dict[Action, bool]:
+def last_backwards(row: StageRow) -> dict[Action, bool]:
     """The last action of a step that gives a stage's weights a gradient, for each stage of a row;
     True for the last of them all."""
     ends = [
         item
         for item in row
-        if isinstance(item, Action) and item.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        if isinstance(item, Action)
+        and item.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
     ]
     last = {action.stage: action for action in ends}
     return {action: action is ends[-1] for action in last.values()}

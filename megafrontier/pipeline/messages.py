@@ -15,7 +15,7 @@ from megafrontier.partition.engine import Engine
 from megafrontier.pipeline.table import Transfer
 
 
-class Message(NamedTuple):
+class PendingTensor(NamedTuple):
     """A tensor on its way, or already here."""
 
     tensor: Tensor
@@ -41,7 +41,7 @@ class Messenger:
         mesh.arbiter.drain()
         dist.all_reduce(torch.zeros(1, device=mesh.device), group=self._group)
 
-    def start(self, transfers: Sequence[tuple[Transfer, Tensor]]) -> list[Message]:
+    def start(self, transfers: Sequence[tuple[Transfer, Tensor]]) -> list[PendingTensor]:
         """Begin transfers that belong together: send each tensor, or receive into it. The results
         are in the same order."""
         parcels = [self._parcel(transfer, tensor) for transfer, tensor in transfers]
@@ -56,7 +56,7 @@ class Messenger:
                         self._exchange(parcels)
 
         work = self._engine.issue(outermost, task)
-        return [Message(tensor, work, self._describe(t)) for t, tensor in transfers]
+        return [PendingTensor(tensor, work, self._describe(t)) for t, tensor in transfers]
 
     def _parcel(self, transfer: Transfer, tensor: Tensor) -> "_Parcel":
         peer = self._ranks[transfer.peer]
@@ -65,7 +65,7 @@ class Messenger:
         codec = wire.codec if wire and not wire.codec.sends_unchanged(tensor.dtype) else None
         return _Parcel(transfer.kind.is_send, tensor, peer, level, codec)
 
-    def wait(self, message: Message) -> Tensor:
+    def wait(self, message: PendingTensor) -> Tensor:
         """The tensor of a message, when it is here."""
         if message.work is not DONE:
             with self._engine.ledger.waiting(message.label):

@@ -21,23 +21,23 @@ from megafrontier.partition.engine import Engine
 from megafrontier.partition.modules.gathers import Pass
 from megafrontier.partition.modules.hooks import Backward
 from megafrontier.pipeline.division import Division, last_backwards
-from megafrontier.pipeline.messages import Message, Messenger
+from megafrontier.pipeline.messages import Messenger, PendingTensor
 from megafrontier.pipeline.split_backward import SplitBackward
 from megafrontier.pipeline.table import (
     Action,
-    Exchange,
-    Kind,
+    ActionKind,
+    StageMessage,
     Transfer,
+    TransferGroup,
     message_for,
     message_in,
     message_of,
 )
-from megafrontier.pipeline.table import Message as Key
 from megafrontier.pipeline.work import Work, count
 
-_GIVEN: dict[Kind, Backward] = {
-    Kind.BACKWARD_INPUT: "inputs",
-    Kind.BACKWARD_WEIGHT: "weights",
+_GIVEN: dict[ActionKind, Backward] = {
+    ActionKind.BACKWARD_INPUT: "inputs",
+    ActionKind.BACKWARD_WEIGHT: "weights",
 }
 
 
@@ -59,7 +59,7 @@ class Pipeline:
         self.model, self._engine, self._mesh, self._dtype = model, engine, mesh, dtype
         self._messenger = Messenger(engine, mesh, wires)
         self._places = {s: i for i, s in enumerate(division.stages_of(mesh.pipeline_rank))}
-        if division.schedule == "zero_bubble":
+        if division.splits_backward:
             self._split = SplitBackward(model, model.blocks, copies=model.is_compiled)
         is_early = not engine.delays_early_messages
         self.row = cache(partial(division.row, mesh.pipeline_rank, early=is_early))
@@ -81,10 +81,10 @@ class Pipeline:
     def passes(self, micro_batches: int) -> list[Pass]:
         """The forwards and backwards of a step, for `Engine.step_bytes`."""
         return [
-            Pass(self._places[item.stage], item.kind is Kind.FORWARD)
+            Pass(self._places[item.stage], item.kind is ActionKind.FORWARD)
             for item in self.row(micro_batches)
             # The backward of weights reads none of them.
-            if isinstance(item, Action) and item.kind is not Kind.BACKWARD_WEIGHT
+            if isinstance(item, Action) and item.kind is not ActionKind.BACKWARD_WEIGHT
         ]
 
     def _run(self, work: Work, trains: bool) -> Tensor:
@@ -93,7 +93,7 @@ class Pipeline:
         last = last_backwards(row)
         for item in row:
             with self._mesh.world.status.doing(item.description, device=self._mesh.device):
-                if isinstance(item, Exchange):
+                if isinstance(item, TransferGroup):
                     self._exchange(step, item)
                 else:
                     ends = item in last, last.get(item, False)
@@ -105,13 +105,13 @@ class Pipeline:
 
     def _act(self, step: "_Step", action: Action) -> None:
         match action.kind:
-            case Kind.FORWARD:
+            case ActionKind.FORWARD:
                 self._forward(step, action)
-            case Kind.BACKWARD:
+            case ActionKind.BACKWARD:
                 self._backward(step, action)
-            case Kind.BACKWARD_INPUT:
+            case ActionKind.BACKWARD_INPUT:
                 self._backward_of_inputs(step, action)
-            case Kind.BACKWARD_WEIGHT:
+            case ActionKind.BACKWARD_WEIGHT:
                 self._split.weights(step.late.pop((action.stage, action.micro_batch)))
 
     def _forward(self, step: "_Step", action: Action) -> None:
@@ -180,11 +180,11 @@ class Pipeline:
         assert key is not None
         there = action.stage + (1 if key.is_activation else -1)
         if there in self._places:
-            step.here[key] = Message(tensor)
+            step.here[key] = PendingTensor(tensor)
         else:
             step.made[key] = tensor.contiguous()
 
-    def _exchange(self, step: "_Step", exchange: Exchange) -> None:
+    def _exchange(self, step: "_Step", exchange: TransferGroup) -> None:
         transfers = [(transfer, self._tensor(step, transfer)) for transfer in exchange]
         messages = self._messenger.start(transfers)
         for (transfer, _), message in zip(transfers, messages, strict=True):
@@ -211,8 +211,8 @@ class _Step:
 
     work: Work
     totals: Tensor
-    here: dict[Key, Message] = field(default_factory=dict)
-    made: dict[Key, Tensor] = field(default_factory=dict)
+    here: dict[StageMessage, PendingTensor] = field(default_factory=dict)
+    made: dict[StageMessage, Tensor] = field(default_factory=dict)
     graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = field(
         default_factory=dict
     )

@@ -12,45 +12,75 @@ apart), m micro-batches, p ranks, v stages per rank, m >= p:
                  half as large
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
 from megafrontier.common.errors import need
-from megafrontier.pipeline.table import Action, Kind, Row, Table
-from megafrontier.pipeline.zero_bubble import zero_bubble
+from megafrontier.pipeline.table import Action, ActionKind, ActionRow, Table
+from megafrontier.pipeline.zero_bubble import folded_stages, zero_bubble
 
-SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
+MOST_STAGES = 1_000_000
+"""More than any model has blocks."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the rest of the library knows of a schedule."""
+
+    name: str
+    """Its name in `parallel.schedule`."""
+    make: Callable[[int, int, int], Table]
+    """(ranks, stages per rank, micro-batches) → the table."""
+    stages_per_rank: tuple[range, str]
+    """The numbers of stages that a rank may have, and how an error says it."""
+    stages_of: Callable[[int, int, int], tuple[int, ...]]
+    """(ranks, stages per rank, rank) → the stages of a rank, in ascending order."""
+    splits_backward: bool = False
+    """Whether the gradients of inputs and of weights are actions of their own."""
+
+    def check(self, stages_per_rank: int) -> None:
+        """Raise UserError if a rank cannot have so many stages."""
+        allowed, text = self.stages_per_rank
+        fits = f"need {text} with the {self.name} schedule"
+        need(stages_per_rank in allowed, "parallel.stages_per_rank", stages_per_rank, fits)
+
+    def rank_of(self, ranks: int, stages_per_rank: int, stage: int) -> int:
+        """The rank of the pipeline that has a stage."""
+        holders = (r for r in range(ranks) if stage in self.stages_of(ranks, stages_per_rank, r))
+        return next(holders)
+
+
+def find_schedule(name: str) -> Schedule:
+    """The schedule of a name. Raises UserError if there is none."""
+    need(name in SCHEDULES, "parallel.schedule", name, f"need {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
 
 
 @cache
 def make_table(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> Table:
-    """The table of `schedule` (`1f1b`, `interleaved` or `zero_bubble`).
+    """The table of the schedule of this name.
 
     Raises UserError for a schedule that has no table for `stages_per_rank`.
     """
-    check_schedule(schedule, stages_per_rank)
-    if schedule == "zero_bubble":
-        return zero_bubble(ranks, stages_per_rank, micro_batches)
-    return tuple(
-        _one_forward_one_backward(ranks, stages_per_rank, micro_batches, rank)
-        for rank in range(ranks)
-    )
+    chosen = find_schedule(schedule)
+    chosen.check(stages_per_rank)
+    return chosen.make(ranks, stages_per_rank, micro_batches)
 
 
-def check_schedule(schedule: str, stages_per_rank: int) -> None:
-    """Raise UserError if `schedule` is unknown or does not work with `stages_per_rank`."""
-    need(schedule in SCHEDULES, "parallel.schedule", schedule, f"need {', '.join(SCHEDULES)}")
-    key, value = "parallel.stages_per_rank", stages_per_rank
-    match schedule:
-        case "1f1b":
-            need(value == 1, key, value, "need 1 with the 1f1b schedule")
-        case "interleaved":
-            need(value >= 2, key, value, "need 2 or more with the interleaved schedule")
-        case _:
-            need(value in (1, 2), key, value, "need 1 or 2 with the zero_bubble schedule")
+def in_turn(ranks: int, stages_per_rank: int, rank: int) -> tuple[int, ...]:
+    """The stages of a rank if stages go round the ranks: each round visits them in the same
+    order."""
+    return tuple(range(rank, ranks * stages_per_rank, ranks))
 
 
-def _one_forward_one_backward(ranks: int, stages: int, micro_batches: int, rank: int) -> Row:
+def one_forward_one_backward(ranks: int, stages_per_rank: int, micro_batches: int) -> Table:
+    """1F1B, and with several stages per rank its interleaved form."""
+    return tuple(_row(ranks, stages_per_rank, micro_batches, rank) for rank in range(ranks))
+
+
+def _row(ranks: int, stages: int, micro_batches: int, rank: int) -> ActionRow:
     """Forwards until the first backward is there, then one forward and one backward in turn."""
     groups = _groups(ranks, micro_batches) if stages > 1 else [range(micro_batches)]
     forwards = [(s, i) for group in groups for s in range(stages) for i in group]
@@ -59,17 +89,17 @@ def _one_forward_one_backward(ranks: int, stages: int, micro_batches: int, rank:
     # of its other stages. Its backward comes when the ranks after this one have had it, too.
     hops = ranks - 1 - rank if stages == 1 else 2 * (ranks - 1 - rank)
     ahead = min(len(forwards), hops + (stages - 1) * len(groups[0]))
-    row = [_action(Kind.FORWARD, ranks, rank, at) for at in forwards[:ahead]]
+    row = [_action(ActionKind.FORWARD, ranks, rank, at) for at in forwards[:ahead]]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         row += [
-            _action(Kind.FORWARD, ranks, rank, forward),
-            _action(Kind.BACKWARD, ranks, rank, backward),
+            _action(ActionKind.FORWARD, ranks, rank, forward),
+            _action(ActionKind.BACKWARD, ranks, rank, backward),
         ]
     left = backwards[len(forwards) - ahead :]
-    return (*row, *(_action(Kind.BACKWARD, ranks, rank, at) for at in left))
+    return (*row, *(_action(ActionKind.BACKWARD, ranks, rank, at) for at in left))
 
 
-def _action(kind: Kind, ranks: int, rank: int, at: tuple[int, int]) -> Action:
+def _action(kind: ActionKind, ranks: int, rank: int, at: tuple[int, int]) -> Action:
     place, micro_batch = at
     return Action(kind, place * ranks + rank, micro_batch)
 
@@ -84,3 +114,16 @@ def _groups(ranks: int, micro_batches: int) -> list[range]:
     size, longer = divmod(micro_batches, count)
     starts = [i * size + min(i, longer) for i in range(count + 1)]
     return [range(a, b) for a, b in pairwise(starts)]
+
+
+SCHEDULES = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule("1f1b", one_forward_one_backward, (range(1, 2), "1"), in_turn),
+        Schedule(
+            "interleaved", one_forward_one_backward, (range(2, MOST_STAGES), "2 or more"), in_turn
+        ),
+        Schedule("zero_bubble", zero_bubble, (range(1, 3), "1 or 2"), folded_stages, True),
+    )
+}
+"""By name. `ParallelConfig.schedule` lists the names, too."""

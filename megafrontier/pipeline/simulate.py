@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from megafrontier.pipeline.table import (
     Action,
-    Exchange,
-    ExchangeRow,
-    Kind,
-    Message,
+    ActionKind,
+    StageMessage,
+    StageRow,
+    TransferGroup,
     message_for,
     message_in,
     message_of,
@@ -39,16 +39,16 @@ class Costs:
         """Seconds of a backward of inputs and weights together."""
         return self.backward_input + self.backward_weight
 
-    def seconds(self, kind: Kind) -> float:
+    def seconds(self, kind: ActionKind) -> float:
         """Seconds of an action of this kind."""
         match kind:
-            case Kind.FORWARD:
+            case ActionKind.FORWARD:
                 return self.forward
-            case Kind.BACKWARD:
+            case ActionKind.BACKWARD:
                 return self.backward
-            case Kind.BACKWARD_INPUT:
+            case ActionKind.BACKWARD_INPUT:
                 return self.backward_input
-            case Kind.BACKWARD_WEIGHT:
+            case ActionKind.BACKWARD_WEIGHT:
                 return self.backward_weight
 
 
@@ -77,7 +77,7 @@ class Deadlock(RuntimeError):
 
 
 def simulate(
-    rows: Sequence[ExchangeRow],
+    rows: Sequence[StageRow],
     costs: Costs | Sequence[Costs] = TICKS,
     *,
     transfer_seconds: float = 0.0,
@@ -101,21 +101,21 @@ def simulate(
     )
 
 
-def peak_in_flight(table: Sequence[ExchangeRow]) -> tuple[int, ...]:
+def peak_in_flight(table: Sequence[StageRow]) -> tuple[int, ...]:
     """For each rank, how many stage inputs it holds at most: from a forward to the end of the
     backward of weights."""
     peaks = []
     for row in table:
         held = peak = 0
         for action in _actions(row):
-            held += action.kind is Kind.FORWARD
+            held += action.kind is ActionKind.FORWARD
             peak = max(peak, held)
-            held -= action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+            held -= action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
         peaks.append(peak)
     return tuple(peaks)
 
 
-def _actions(row: ExchangeRow) -> Iterator[Action]:
+def _actions(row: StageRow) -> Iterator[Action]:
     return (item for item in row if isinstance(item, Action))
 
 
@@ -123,22 +123,22 @@ def _actions(row: ExchangeRow) -> Iterator[Action]:
 class _Stream:
     """Items that one rank runs in order, and when the stream is free for the next."""
 
-    items: deque[Action | Exchange]
+    items: deque[Action | TransferGroup]
     free: float = 0.0
 
 
-def _streams(row: ExchangeRow, overlap: bool) -> list[_Stream]:
+def _streams(row: StageRow, overlap: bool) -> list[_Stream]:
     if not overlap:
         return [_Stream(deque(row))]
     return [
         _Stream(deque(item for item in row if isinstance(item, kind)))
-        for kind in (Action, Exchange)
+        for kind in (Action, TransferGroup)
     ]
 
 
 class _Clock:
     def __init__(
-        self, rows: Sequence[ExchangeRow], costs: Costs | Sequence[Costs], transfer_seconds: float
+        self, rows: Sequence[StageRow], costs: Costs | Sequence[Costs], transfer_seconds: float
     ) -> None:
         actions = [action for row in rows for action in _actions(row)]
         self._stages = 1 + max((action.stage for action in actions), default=-1)
@@ -148,13 +148,13 @@ class _Clock:
             message_in(transfer)
             for row in rows
             for item in row
-            if isinstance(item, Exchange)
+            if isinstance(item, TransferGroup)
             for transfer in item
         }
         self.spans: dict[Action, Span] = {}
-        self._made: dict[Message, float] = {}
-        self._arrived: dict[Message, float] = {}
-        self._started: dict[tuple[Message, bool], float] = {}
+        self._made: dict[StageMessage, float] = {}
+        self._arrived: dict[StageMessage, float] = {}
+        self._started: dict[tuple[StageMessage, bool], float] = {}
 
     def seconds(self, action: Action) -> float:
         return self._costs[action.stage].seconds(action.kind)
@@ -190,7 +190,7 @@ class _Clock:
             self._made[made] = stream.free
         return True
 
-    def _exchange(self, exchange: Exchange, stream: _Stream) -> bool:
+    def _exchange(self, exchange: TransferGroup, stream: _Stream) -> bool:
         sent = [message_in(transfer) for transfer in exchange if transfer.kind.is_send]
         if any(message not in self._made for message in sent):
             return False
@@ -203,7 +203,7 @@ class _Clock:
         stream.free = max(end for end in ends if end is not None)
         return True
 
-    def _end(self, message: Message) -> float | None:
+    def _end(self, message: StageMessage) -> float | None:
         """When a transfer ends; None while one of its ranks has not started it."""
         sides = [self._started.get((message, is_send)) for is_send in (True, False)]
         if None in sides:

@@ -6,12 +6,10 @@ pipeline: the actions of that rank, in its order.
 """
 
 from enum import StrEnum
-from typing import Literal, NamedTuple
-
-Schedule = Literal["1f1b", "interleaved", "zero_bubble"]
+from typing import NamedTuple
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What an action computes."""
 
     FORWARD = "F"
@@ -21,17 +19,17 @@ class Kind(StrEnum):
 
 
 _COMPUTED = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward (inputs)",
-    Kind.BACKWARD_WEIGHT: "backward (weights)",
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_INPUT: "backward (inputs)",
+    ActionKind.BACKWARD_WEIGHT: "backward (weights)",
 }
 
 
 class Action(NamedTuple):
     """One computation of a stage, for one micro-batch."""
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     micro_batch: int
 
@@ -80,7 +78,7 @@ class Transfer(NamedTuple):
         return f"{self.kind} {self.stage}.{self.micro_batch} {way} rank {self.peer}"
 
 
-class Exchange(tuple[Transfer, ...]):
+class TransferGroup(tuple[Transfer, ...]):
     """Transfers of one rank that are started together, for instance in one batch_isend_irecv."""
 
     __slots__ = ()
@@ -91,30 +89,12 @@ class Exchange(tuple[Transfer, ...]):
         return ", ".join(f"stage {t.stage}, {t.kind} of micro-batch {t.micro_batch}" for t in self)
 
 
-Row = tuple[Action, ...]
-Table = tuple[Row, ...]
-ExchangeRow = tuple[Action | Exchange, ...]
+ActionRow = tuple[Action, ...]
+Table = tuple[ActionRow, ...]
+StageRow = tuple[Action | TransferGroup, ...]
 
 
-def rank_of(schedule: str, ranks: int, stages_per_rank: int, stage: int) -> int:
-    """The rank of the pipeline that holds a stage.
-
-    Stages go round the ranks, so that each round visits the ranks in the same order. With
-    `zero_bubble` and two stages per rank they form a V: the first rank holds the first stage and
-    the last one.
-    """
-    if schedule == "zero_bubble" and stages_per_rank == 2:
-        return min(stage, 2 * ranks - 1 - stage)
-    return stage % ranks
-
-
-def stages_of(schedule: str, ranks: int, stages_per_rank: int, rank: int) -> tuple[int, ...]:
-    """The stages that a rank of the pipeline holds, in ascending order."""
-    stages = range(ranks * stages_per_rank)
-    return tuple(s for s in stages if rank_of(schedule, ranks, stages_per_rank, s) == rank)
-
-
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """What an action makes for another stage: the output of `stage`, or its input's gradient."""
 
     is_activation: bool
@@ -122,26 +102,26 @@ class Message(NamedTuple):
     micro_batch: int
 
 
-def message_of(action: Action) -> Message | None:
+def message_of(action: Action) -> StageMessage | None:
     """The message that an action makes. A backward of weights makes none."""
-    if action.kind is Kind.BACKWARD_WEIGHT:
+    if action.kind is ActionKind.BACKWARD_WEIGHT:
         return None
-    return Message(action.kind is Kind.FORWARD, action.stage, action.micro_batch)
+    return StageMessage(action.kind is ActionKind.FORWARD, action.stage, action.micro_batch)
 
 
-def message_for(action: Action, stages: int) -> Message | None:
+def message_for(action: Action, stages: int) -> StageMessage | None:
     """The message that an action needs from another stage, if any, in a row of `stages` stages."""
-    if action.kind is Kind.FORWARD and action.stage > 0:
-        return Message(True, action.stage - 1, action.micro_batch)
-    is_backward = action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    if action.kind is ActionKind.FORWARD and action.stage > 0:
+        return StageMessage(True, action.stage - 1, action.micro_batch)
+    is_backward = action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
     if is_backward and action.stage < stages - 1:
-        return Message(False, action.stage + 1, action.micro_batch)
+        return StageMessage(False, action.stage + 1, action.micro_batch)
     return None
 
 
-def message_in(transfer: Transfer) -> Message:
+def message_in(transfer: Transfer) -> StageMessage:
     """The message that a transfer carries."""
     stage = transfer.stage
     if not transfer.kind.is_send:
         stage += -1 if transfer.kind.is_activation else 1
-    return Message(transfer.kind.is_activation, stage, transfer.micro_batch)
+    return StageMessage(transfer.kind.is_activation, stage, transfer.micro_batch)

@@ -12,18 +12,17 @@ from collections.abc import Sequence
 from megafrontier.pipeline.simulate import simulate
 from megafrontier.pipeline.table import (
     Action,
-    Kind,
-    Message,
-    Row,
+    ActionKind,
+    ActionRow,
+    StageMessage,
     Table,
     message_for,
     message_of,
-    stages_of,
 )
 
 # The actions of a rank's first stage (F, I, W) and of its second stage, in short.
-_Step = tuple[Kind, int]
-F, I, W = ((kind, 0) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))  # noqa: E741
+_Step = tuple[ActionKind, int]
+F, I, W = (ActionKind.FORWARD, 0), (ActionKind.BACKWARD_INPUT, 0), (ActionKind.BACKWARD_WEIGHT, 0)  # noqa: E741
 F2, I2, W2 = ((kind, 1) for kind, _ in (F, I, W))
 # Which step a rank of a V prefers. Each is the best one for some numbers of micro-batches.
 _PRIORITIES: tuple[tuple[_Step, ...], ...] = (
@@ -45,6 +44,11 @@ def zero_bubble(ranks: int, stages_per_rank: int, micro_batches: int) -> Table:
     return min(tables, key=lambda table: simulate(table).seconds)
 
 
+def folded_stages(ranks: int, stages_per_rank: int, rank: int) -> tuple[int, ...]:
+    """The stages of a rank. Two form a V: the first rank has the first stage and the last one."""
+    return (rank,) if stages_per_rank == 1 else (rank, 2 * ranks - 1 - rank)
+
+
 class _Builder:
     """The row of one rank. An action is left out where its micro-batches are used up."""
 
@@ -52,12 +56,15 @@ class _Builder:
         self.actions: list[Action] = []
         self.done: Counter[_Step] = Counter()
         self.micro_batches = micro_batches
-        self._stages = stages_of("zero_bubble", ranks, stages_per_rank, rank)
+        self._stages = folded_stages(ranks, stages_per_rank, rank)
 
     def next(self, step: _Step) -> Action | None:
         """The next action of a step, if this rank's own earlier actions allow it."""
         kind, place = step
-        before = {Kind.BACKWARD_INPUT: Kind.FORWARD, Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT}
+        before = {
+            ActionKind.BACKWARD_INPUT: ActionKind.FORWARD,
+            ActionKind.BACKWARD_WEIGHT: ActionKind.BACKWARD_INPUT,
+        }
         allowed = self.done[before[kind], place] if kind in before else self.micro_batches
         if self.done[step] == allowed:
             return None
@@ -72,7 +79,7 @@ class _Builder:
                     self.done[step] += 1
 
 
-def _h1_row(ranks: int, micro_batches: int, rank: int) -> Row:
+def _h1_row(ranks: int, micro_batches: int, rank: int) -> ActionRow:
     row = _Builder(ranks, 1, micro_batches, rank)
     row.add(F, times=ranks - rank)
     for _ in range(micro_batches):
@@ -85,7 +92,7 @@ def _h1_row(ranks: int, micro_batches: int, rank: int) -> Row:
     return tuple(row.actions)
 
 
-def _v_row(ranks: int, micro_batches: int, rank: int) -> Row:
+def _v_row(ranks: int, micro_batches: int, rank: int) -> ActionRow:
     row = _Builder(ranks, 2, micro_batches, rank)
     row.add(F, times=2 * (ranks - rank) - 1)  # until the first one comes back along the V
     row.add(F2, F, times=rank)  # until its backward comes
@@ -100,7 +107,7 @@ def _v_row(ranks: int, micro_batches: int, rank: int) -> Row:
 def _greedy_v(ranks: int, micro_batches: int, priorities: Sequence[_Step]) -> Table:
     """A V in which each rank, at each tick, takes its first step that is ready and has room."""
     rows = [_Builder(ranks, 2, micro_batches, rank) for rank in range(ranks)]
-    made: set[Message | None] = {None}
+    made: set[StageMessage | None] = {None}
     left = 6 * ranks * micro_batches
     while left:
         taken = [_take(row, rank, ranks, priorities, made) for rank, row in enumerate(rows)]
@@ -110,7 +117,11 @@ def _greedy_v(ranks: int, micro_batches: int, priorities: Sequence[_Step]) -> Ta
 
 
 def _take(
-    row: _Builder, rank: int, ranks: int, priorities: Sequence[_Step], made: set[Message | None]
+    row: _Builder,
+    rank: int,
+    ranks: int,
+    priorities: Sequence[_Step],
+    made: set[StageMessage | None],
 ) -> Action | None:
     # As many forwards ahead of the backward of weights as `_v_row` has.
     room = {F: 2 * ranks - 1 - rank + row.done[W], F2: rank + 1 + row.done[W2]}

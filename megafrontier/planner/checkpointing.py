@@ -20,7 +20,7 @@ from typing import NamedTuple
 from megafrontier.common.errors import UserError, need
 from megafrontier.config import Config, load_machine
 from megafrontier.model.recompute.checkpointing import Mode
-from megafrontier.pipeline.table import Action, Kind
+from megafrontier.pipeline.table import Action, ActionKind
 from megafrontier.planner.layers import shallow_layers
 from megafrontier.planner.simulation.rates import UNKNOWN
 from megafrontier.planner.simulation.simulate import simulate
@@ -228,15 +228,15 @@ def _activations(
     held = most = 0.0
     for kind, stage, _ in row:
         match kind:
-            case Kind.FORWARD:
+            case ActionKind.FORWARD:
                 held += saved[stage]
                 continue
-            case Kind.BACKWARD | Kind.BACKWARD_INPUT:
+            case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
                 held -= saved[stage]
                 most = max(most, held + peaks[stage])
                 held += len(stages[stage]) * gradients
-                held += late[stage] * (kind is Kind.BACKWARD_INPUT)
-            case Kind.BACKWARD_WEIGHT:
+                held += late[stage] * (kind is ActionKind.BACKWARD_INPUT)
+            case ActionKind.BACKWARD_WEIGHT:
                 held -= late[stage]
         most = max(most, held)
     return most

@@ -18,7 +18,7 @@ def tensor_traffic(config: Config, plan: RunPlan) -> list[int]:
         overlaps=config.partition.overlap != "none",
         chunk_tokens=train.loss_chunk_tokens,
         checkpointing=config.checkpointing,
-        late_weights=plan.division.schedule == "zero_bubble",
+        late_weights=plan.division.splits_backward,
     )
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from megafrontier.common.errors import UserError
-from megafrontier.pipeline.schedule import make_table
+from megafrontier.pipeline.schedule import find_schedule, make_table
 from megafrontier.pipeline.simulate import Costs, peak_in_flight, simulate
-from megafrontier.pipeline.table import Action, Kind, Table, message_for, message_of, rank_of
+from megafrontier.pipeline.table import Action, ActionKind, Table, message_for, message_of
 
 UNEQUAL = Costs(forward=1.0, backward_input=1.2, backward_weight=0.7)
 EVERY = [("1f1b", 1), *(("interleaved", v) for v in (2, 3, 4)), ("zero_bubble", 1)]
@@ -22,8 +22,8 @@ def sizes(exhaustive: bool) -> Iterator[tuple[int, int]]:
 
 def check_rows(table: Table, schedule: str, ranks: int, stages: int, micro_batches: int) -> None:
     """Each action once, on the rank of its stage, after what its rank must do before."""
-    kinds = [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]
-    kinds = [Kind.FORWARD, *(kinds if schedule == "zero_bubble" else [Kind.BACKWARD])]
+    kinds = [ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT]
+    kinds = [ActionKind.FORWARD, *(kinds if schedule == "zero_bubble" else [ActionKind.BACKWARD])]
     everything = {
         Action(kind, stage, i)
         for kind in kinds
@@ -36,7 +36,7 @@ def check_rows(table: Table, schedule: str, ranks: int, stages: int, micro_batch
     for rank, row in enumerate(table):
         place = {action: i for i, action in enumerate(row)}
         for action in row:
-            assert rank_of(schedule, ranks, stages, action.stage) == rank
+            assert find_schedule(schedule).rank_of(ranks, stages, action.stage) == rank
             for earlier in kinds[: kinds.index(action.kind)]:
                 assert place[action._replace(kind=earlier)] < place[action]
 

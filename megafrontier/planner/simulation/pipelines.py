@@ -13,10 +13,10 @@ from statistics import median
 from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.config import Config
 from megafrontier.pipeline.division import Division
-from megafrontier.pipeline.exchanges import with_transfers
 from megafrontier.pipeline.simulate import Costs
 from megafrontier.pipeline.simulate import simulate as run_table
-from megafrontier.pipeline.table import Action, Kind
+from megafrontier.pipeline.table import Action, ActionKind
+from megafrontier.pipeline.transfers import with_transfers
 from megafrontier.planner.simulation.rank import Counted, Simulated
 from megafrontier.planner.simulation.rates import Rates
 from megafrontier.training.plan import RunPlan
@@ -24,7 +24,7 @@ from megafrontier.training.plan import RunPlan
 ROUNDS = 2
 """Micro-batches that are simulated, as a multiple of the stages: those in flight, and as many that
 find them so."""
-Actions = dict[tuple[int, Kind], list[dict[str, float]]]
+Actions = dict[tuple[int, ActionKind], list[dict[str, float]]]
 """By stage and kind, the differences of all counts over each action."""
 
 
@@ -103,15 +103,15 @@ def _costs(division: Division, actions: dict[int, Actions]) -> list[Costs]:
 
 
 def _costs_of(stage: int, actions: Actions) -> Costs:
-    def seconds(*kinds: Kind) -> float:
+    def seconds(*kinds: ActionKind) -> float:
         return sum(
             _medians(actions[stage, kind])["seconds"]
             for kind in kinds
             if actions.get((stage, kind))
         )
 
-    inputs = seconds(Kind.BACKWARD, Kind.BACKWARD_INPUT)
-    return Costs(seconds(Kind.FORWARD), inputs, seconds(Kind.BACKWARD_WEIGHT))
+    inputs = seconds(ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+    return Costs(seconds(ActionKind.FORWARD), inputs, seconds(ActionKind.BACKWARD_WEIGHT))
 
 
 def _scaled(costs: Costs, share: float) -> Costs:

@@ -6,7 +6,7 @@ from typing import Any
 from megafrontier.config import Config
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.pipeline.runner import Pipeline
-from megafrontier.pipeline.table import Kind
+from megafrontier.pipeline.table import ActionKind
 from megafrontier.training.loop import train_step
 from megafrontier.training.plan import RunPlan
 from megafrontier.training.step import StepResult
@@ -16,10 +16,10 @@ from scripts.benchmarks.slow_network.job import Job
 from scripts.benchmarks.slow_network.ranks import Stepper, feed
 
 TICKS = {
-    Kind.FORWARD: 1,
-    Kind.BACKWARD: 2,
-    Kind.BACKWARD_INPUT: 1,
-    Kind.BACKWARD_WEIGHT: 1,
+    ActionKind.FORWARD: 1,
+    ActionKind.BACKWARD: 2,
+    ActionKind.BACKWARD_INPUT: 1,
+    ActionKind.BACKWARD_WEIGHT: 1,
 }
 
 

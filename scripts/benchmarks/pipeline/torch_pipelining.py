@@ -22,7 +22,7 @@ from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.pipeline.division import Division, keep_stages
-from megafrontier.pipeline.table import rank_of
+from megafrontier.pipeline.schedule import find_schedule
 from scripts.benchmarks.pipeline.stand_in import StandIn
 from scripts.benchmarks.slow_network.fsdp2 import adamw
 
@@ -75,7 +75,7 @@ class TorchPipeline:
         own = [
             s
             for s in range(division.stages)
-            if rank_of(kind, ranks, per_rank, s) == mesh.pipeline_rank
+            if find_schedule(kind).rank_of(ranks, per_rank, s) == mesh.pipeline_rank
         ]
         self._modules = [self._module(division, s, devices["dp"]) for s in own]
         self._is_first, self._is_last = 0 in own, division.stages - 1 in own

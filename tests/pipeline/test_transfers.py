@@ -2,10 +2,10 @@
 
 import pytest
 
-from megafrontier.pipeline.exchanges import with_transfers
 from megafrontier.pipeline.schedule import make_table
 from megafrontier.pipeline.simulate import Costs, Deadlock, simulate
-from megafrontier.pipeline.table import Action, Exchange, message_for, message_in, message_of
+from megafrontier.pipeline.table import Action, TransferGroup, message_for, message_in, message_of
+from megafrontier.pipeline.transfers import with_transfers
 
 CASES = [
     ("1f1b", 1),
@@ -82,6 +82,6 @@ def test_zero_bubble_hides_all_messages_except_at_the_start_and_the_end(stages):
 def test_a_row_in_the_wrong_order_is_a_deadlock():
     first, last = with_transfers(make_table("1f1b", 2, 1, 2))
     last = (last[2], *last[:2], *last[3:])  # the first action before its input
-    assert isinstance(last[0], Exchange)
+    assert isinstance(last[0], TransferGroup)
     with pytest.raises(Deadlock):
         simulate([first, last], overlap=False)

@@ -13,11 +13,11 @@ from functools import cache
 from megafrontier.pipeline.simulate import simulate
 from megafrontier.pipeline.table import (
     Action,
-    Exchange,
-    ExchangeRow,
-    Message,
+    StageMessage,
+    StageRow,
     Table,
     Transfer,
+    TransferGroup,
     TransferKind,
     message_for,
     message_of,
@@ -27,7 +27,7 @@ _Moment = tuple[float, bool]
 
 
 @cache
-def with_transfers(table: Table, early: bool = True) -> tuple[ExchangeRow, ...]:
+def with_transfers(table: Table, early: bool = True) -> tuple[StageRow, ...]:
     """The rows of `table` with the exchanges between its ranks.
 
     A send follows the action that made the message. Its receive stands where the clock is then in
@@ -44,12 +44,12 @@ def with_transfers(table: Table, early: bool = True) -> tuple[ExchangeRow, ...]:
     rows = []
     for rank, row in enumerate(table):
         # At one moment: actions that end, then the exchange, then actions that start.
-        items: list[tuple[_Moment, Action | Exchange]] = [
+        items: list[tuple[_Moment, Action | TransferGroup]] = [
             ((spans[action][1], False) if early else (spans[action][0], True), action)
             for action in row
         ]
         items += [
-            ((moment, early), Exchange(sorted(transfers)))
+            ((moment, early), TransferGroup(sorted(transfers)))
             for moment, transfers in exchanges[rank].items()
         ]
         rows.append(tuple(item for _, item in sorted(items, key=lambda item: item[0])))
@@ -78,7 +78,7 @@ def _exchanges(
     return found
 
 
-def _kinds(message: Message) -> tuple[TransferKind, TransferKind]:
+def _kinds(message: StageMessage) -> tuple[TransferKind, TransferKind]:
     if message.is_activation:
         return TransferKind.SEND_ACTIVATION, TransferKind.RECEIVE_ACTIVATION
     return TransferKind.SEND_GRADIENT, TransferKind.RECEIVE_GRADIENT
