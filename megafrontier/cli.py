@@ -305,8 +305,7 @@ def _import(a: argparse.Namespace) -> None:
     _arg("--json", "print JSON", action="store_true"),
     _arg(
         "--dcp",
-        "of torch.distributed.checkpoint, which export writes and import reads; import only those "
-        "that you trust",
+        "of torch.distributed.checkpoint, which export writes and import reads",
         type=Path,
         metavar="DIR",
     ),

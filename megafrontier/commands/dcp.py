@@ -1,13 +1,14 @@
 """Checkpoints to and from those of torch.distributed.checkpoint (DCP), in one process.
 
 Weights and buffers have the keys `model.NAME`, other states `optimizer.state.NAME.STATE`, as in the
-state dicts that torch makes. Reading a DCP checkpoint runs code that its metadata may hold: only
-read those that you trust.
+state dicts that torch makes, and AdamW's number of updates is `optimizer.state.NAME.step`.
+`dcp_folder.py` reads DCP's files.
 """
 
 import json
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -16,13 +17,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -30,7 +29,6 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from megafrontier.checkpoint.boxes import BoxEntry
@@ -40,14 +38,23 @@ from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
 from megafrontier.checkpoint.requests import Request
 from megafrontier.checkpoint.save import OwnShard, save
 from megafrontier.checkpoint.sets import ShardSet, StoredUnit
-from megafrontier.common.errors import UserError
+from megafrontier.commands.dcp_folder import DCPFolder, DCPTensor
+from megafrontier.common.errors import UserError, need, print_error
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
 
 PROGRESS = "megafrontier.json"
 """Beside an exported checkpoint: step, tokens, config and what else a run goes on from."""
+OPTIMIZER_STEPS = "optimizer_steps"
+"""The key of a manifest's `extra` that has AdamW's number of updates."""
+_PROGRESS_TYPES = {
+    "step": int, "tokens": int, "config": dict, "rng": dict, "extra": dict, "buffers": list
+}  # fmt: skip
 CHUNK_ELEMENTS = 2**24
-_MODEL, _OPTIMIZER = "model.", "optimizer.state."
+_MODEL, _STEP = "model.", "step"
+_OPTIMIZER_KEY = re.compile(r"optim(?:izer)?\.state\.(.+)\.([^.]+)", re.DOTALL)
+_MOMENT = "exp_avg"
+"""The state of the parameters that AdamW updates."""
 
 
 def export_dcp(path: Path, out: Path) -> Path:
@@ -80,9 +87,10 @@ def _progress(manifest: Manifest) -> dict[str, Any]:
     return {key: getattr(manifest, key) for key in keys} | {"buffers": manifest.buffers}
 
 
-def _key(name: str, state: str) -> str:
+def _path(name: str, state: str) -> tuple[str, ...]:
+    """The keys of a tensor in the nested state dict that DCP flattens."""
     is_model = state in ("weight", BUFFER)
-    return f"{_MODEL}{name}" if is_model else f"{_OPTIMIZER}{name}.{state}"
+    return ("model", name) if is_model else ("optimizer", "state", name, state)
 
 
 class _ChunkPlanner(DefaultSavePlanner):
@@ -91,27 +99,41 @@ class _ChunkPlanner(DefaultSavePlanner):
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__()
         self._checkpoint = checkpoint
+        self._steps = checkpoint.manifest.extra.get(OPTIMIZER_STEPS)
+        self._paths: dict[str, tuple[str, ...]] = {}
         self._chunks: dict[tuple[str, torch.Size], tuple[str, str, ChunkStorageMetadata]] = {}
 
     def create_local_plan(self) -> SavePlan:
-        """All chunks of all states of all tensors."""
-        items = []
+        """All chunks of all states of all tensors, and AdamW's number of updates."""
+        items: list[WriteItem] = []
         for name, boxes in self._checkpoint.manifest.tensors.items():
             shape = torch.Size(boxes[0].entry.global_shape)
-            for state, dtype in boxes[0].unit.states.items():
-                for chunk in _chunks(shape):
-                    index = MetadataIndex(_key(name, state), chunk.offsets)
-                    self._chunks[index.fqn, chunk.offsets] = name, state, chunk
-                    data = TensorWriteData(chunk, TensorProperties(dtype), shape)
-                    items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items, planner_data=self.mappings)
+            states = dict(boxes[0].unit.states)
+            for state, dtype in states.items():
+                items += self._items(name, state, dtype, shape)
+            if _MOMENT in states and self._steps is not None:
+                items += self._items(name, _STEP, torch.float32, torch.Size(()))
+        self.plan = SavePlan(items, planner_data=self._paths)
         return self.plan
+
+    def _items(
+        self, name: str, state: str, dtype: torch.dtype, shape: torch.Size
+    ) -> Iterator[WriteItem]:
+        key = ".".join(path := _path(name, state))
+        self._paths[key] = path
+        for chunk in _chunks(shape):
+            index = MetadataIndex(key, chunk.offsets)
+            self._chunks[index.fqn, chunk.offsets] = name, state, chunk
+            data = TensorWriteData(chunk, TensorProperties(dtype), shape)
+            yield WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         """Read a chunk."""
         assert write_item.tensor_data is not None
         assert write_item.index.offset is not None
         name, state, chunk = self._chunks[write_item.index.fqn, write_item.index.offset]
+        if state == _STEP:
+            return torch.tensor(float(self._steps or 0))
         ends = zip(chunk.offsets, chunk.sizes, strict=True)
         box = tuple((start, start + size) for start, size in ends)
         entry = BoxEntry(name, tuple(chunk.sizes), 0, tuple(write_item.tensor_data.size), box)
@@ -131,72 +153,112 @@ def _chunks(shape: torch.Size) -> Iterator[ChunkStorageMetadata]:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A tensor of a DCP checkpoint that belongs to parameter or buffer `name`."""
+class _Source:
+    """A tensor of a DCP checkpoint that is state `state` of parameter or buffer `name`."""
 
     name: str
     state: str
     key: str
-    meta: TensorStorageMetadata
+    tensor: DCPTensor
 
 
 def import_dcp(folder: Path, out: Path) -> Path:
-    """Make a checkpoint in `out` of a DCP checkpoint. Returns its path.
+    """Make a checkpoint in `out` of a DCP checkpoint, which need not be trusted. Returns its path.
 
     One that `export_dcp` wrote is restored with step and config. Of others all tensors below
     `model`, or without that key all that belong to no optimizer, are weights of step 0, in fp32.
 
-    Raises UserError for a folder that is no DCP checkpoint or has no weights, and for an `out` that
-    holds checkpoints.
+    Raises UserError for a folder that is no sound DCP checkpoint or has no weights, and for an
+    `out` that holds checkpoints; StorageFailed.
     """
     if any(candidates(out)):
         raise UserError(f"{out}: holds checkpoints, need another folder")
-    reader = FileSystemReader(folder)
-    try:
-        metadata = reader.read_metadata()
-    except OSError as error:
-        raise UserError(f"--dcp {folder}: {error.strerror}, need a DCP checkpoint") from error
-    progress: dict[str, Any] = {"step": 0, "tokens": 0}
-    if (folder / PROGRESS).exists():
-        progress = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
-    buffers = set(progress.pop("buffers", ()))
-    found = list(_find(metadata, buffers))
-    if not any(tensor.state == "weight" for tensor in found):
+    dcp = DCPFolder(folder)
+    progress = _read_progress(folder)
+    sources = list(_sources(folder, dcp, set(progress.pop("buffers"))))
+    if not any(source.state == "weight" for source in sources):
         raise UserError(f"--dcp {folder}: no weights, need keys such as model.NAME")
-    own = _read(reader, found)
-    return save(out, Manifest(**progress), [own], World.single())
+    if OPTIMIZER_STEPS not in progress["extra"]:
+        moments = [source.key for source in sources if source.state == _MOMENT]
+        progress["extra"] = progress["extra"] | _optimizer_steps(folder, dcp, moments)
+    return save(out, Manifest(**progress), [_read(dcp, sources)], World.single())
 
 
-def _find(metadata: Metadata, buffers: set[str]) -> Iterator[_Found]:
-    tensors = {
-        key: meta
-        for key, meta in metadata.state_dict_metadata.items()
-        if isinstance(meta, TensorStorageMetadata)
-    }
-    has_model = any(key.startswith(_MODEL) for key in tensors)
-    for key, meta in tensors.items():
-        if key.startswith(_OPTIMIZER):
-            name, _, state = key.removeprefix(_OPTIMIZER).rpartition(".")
-            parameter = tensors.get(f"{_MODEL}{name}")
-            if parameter is not None and parameter.size == meta.size and meta.size:
-                yield _Found(name, state, key, meta)
+def _read_progress(folder: Path) -> dict[str, Any]:
+    """What `export_dcp` wrote beside the checkpoint, or that of a new training."""
+    path = folder / PROGRESS
+    if not path.is_file():
+        return {key: kind() for key, kind in _PROGRESS_TYPES.items()}
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--dcp {path}: {error}, need it as export wrote it") from error
+    is_sound = isinstance(values, dict) and values.keys() == _PROGRESS_TYPES.keys()
+    is_sound = is_sound and all(type(values[k]) is kind for k, kind in _PROGRESS_TYPES.items())
+    is_sound = is_sound and min(values["step"], values["tokens"]) >= 0
+    is_sound = is_sound and all(type(name) is str for name in values["buffers"])
+    types = ", ".join(f"{key} ({kind.__name__})" for key, kind in _PROGRESS_TYPES.items())
+    need(is_sound, f"--dcp {path}", "other keys or types", f"need {types}")
+    return dict(values)
+
+
+def _optimizer_steps(folder: Path, dcp: DCPFolder, moments: Sequence[str]) -> dict[str, int]:
+    """AdamW's number of updates, as in `extra` of a manifest; none without moments.
+
+    Raises UserError unless all moments have the same one: a run counts the updates once.
+    """
+    steps: dict[float, str] = {}
+    for moment in moments:
+        key = f"{moment.removesuffix(_MOMENT)}{_STEP}"
+        step = dcp.number(key)
+        fits = "need AdamW's number of updates, on which its bias correction depends"
+        is_count = step is not None and step >= 0 and step % 1 == 0
+        need(is_count, f"--dcp {folder}: {key}", "missing" if step is None else step, fits)
+        steps.setdefault(step or 0.0, key)
+    if len(steps) > 1:
+        (step, key), (other, other_key), *_ = steps.items()
+        raise UserError(
+            f"--dcp {folder}: {other_key}: {other:g}, but {key} is {step:g}; need as many updates "
+            "of all parameters, or a checkpoint without an optimizer"
+        )
+    return {OPTIMIZER_STEPS: int(max(steps))} if steps else {}
+
+
+def _sources(folder: Path, dcp: DCPFolder, buffers: set[str]) -> Iterator[_Source]:
+    """The tensors that are imported. Warns of states whose parameter is not there."""
+    has_model, homeless = any(key.startswith(_MODEL) for key in dcp.tensors), list[str]()
+    for key, tensor in dcp.tensors.items():
+        if state_key := _OPTIMIZER_KEY.fullmatch(key):
+            name, state = state_key.groups()
+            parameter = dcp.tensors.get(f"{_MODEL}{name}" if has_model else name)
+            if parameter is None:
+                homeless.append(key)
+            elif parameter.shape == tensor.shape and state != _STEP:
+                fits = "need the name of an optimizer's state"
+                is_name = state not in ("weight", BUFFER) and "/" not in state
+                need(is_name, f"--dcp {folder}: {key}", state, fits)
+                yield _Source(name, state, key, tensor)
         elif key.startswith(_MODEL) or not (has_model or key.startswith("optim")):
             name = key.removeprefix(_MODEL)
-            is_buffer = name in buffers or not meta.properties.dtype.is_floating_point
-            yield _Found(name, BUFFER if is_buffer else "weight", key, meta)
+            is_buffer = name in buffers or not tensor.dtype.is_floating_point
+            yield _Source(name, BUFFER if is_buffer else "weight", key, tensor)
+    if homeless:
+        more = f" and {len(homeless) - 1} more" if len(homeless) > 1 else ""
+        print_error(
+            f"warning: {homeless[0]}{more}: not imported, because no parameter has the name"
+        )
 
 
-def _read(reader: FileSystemReader, found: list[_Found]) -> OwnShard:
+def _read(dcp: DCPFolder, sources: Sequence[_Source]) -> OwnShard:
     """All tensors, as the only shard of a set that has a unit for each list of states."""
-    by_name: dict[str, dict[str, _Found]] = {}
-    for tensor in found:
-        by_name.setdefault(tensor.name, {})[tensor.state] = tensor
+    by_name: dict[str, dict[str, _Source]] = {}
+    for source in sources:
+        by_name.setdefault(source.name, {})[source.state] = source
     units: dict[tuple[tuple[str, torch.dtype], ...], list[str]] = {}
     for name, states in by_name.items():
         units.setdefault(tuple((s, _dtype(t)) for s, t in states.items()), []).append(name)
     stored: list[StoredUnit] = []
-    shards: dict[str, list[torch.Tensor | None]] = {tensor.state: [] for tensor in found}
-    wanted: dict[str, torch.Tensor] = {}
+    shards: dict[str, list[torch.Tensor | None]] = {source.state: [] for source in sources}
     for number, (types, names) in enumerate(units.items()):
         shapes = [(name, _shape(by_name[name])) for name in names]
         layout = Layout.build(f"imported {number}", shapes, 1)
@@ -205,18 +267,15 @@ def _read(reader: FileSystemReader, found: list[_Found]) -> OwnShard:
             dtype = dict(types).get(state)
             flat = None if dtype is None else torch.zeros(layout.numel, dtype=dtype)
             tensors.append(flat)
-            for name, view in (
-                zip(names, layout.views(flat), strict=True) if flat is not None else ()
-            ):
-                wanted[by_name[name][state].key] = view
-    with _in_one_process():
-        load_dcp(wanted, storage_reader=reader, no_dist=True)
+            views = () if flat is None else zip(names, layout.views(flat), strict=True)
+            for name, view in views:
+                dcp.read(by_name[name][state].key, view)
     return OwnShard(ShardSet("", 1, stored), 0, True, shards)
 
 
-def _dtype(tensor: _Found) -> torch.dtype:
-    return torch.float32 if tensor.state == "weight" else tensor.meta.properties.dtype
+def _dtype(source: _Source) -> torch.dtype:
+    return torch.float32 if source.state == "weight" else source.tensor.dtype
 
 
-def _shape(states: Mapping[str, _Found]) -> tuple[int, ...]:
-    return tuple(next(iter(states.values())).meta.size)
+def _shape(states: Mapping[str, _Source]) -> tuple[int, ...]:
+    return next(iter(states.values())).tensor.shape
