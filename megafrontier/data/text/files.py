@@ -12,7 +12,13 @@ from megafrontier.common.errors import UserError
 BLOCK_BYTES = 1 << 20
 """Text that is read and tokenised at a time. A longer line or row is not split."""
 
+LINE_BYTES = 1 << 28
+"""Longest line of a file of JSON lines: such a line is held in memory whole."""
+
 _READ_BYTES = 1 << 18
+# Packed bytes that are unpacked at a time. Zstandard packs 128 KiB of one byte into 4 bytes, so
+# that these are 32 MiB at most.
+_PACKED_BYTES = 1 << 10
 _SPLIT_WINDOW = 1 << 14  # bytes at the end of a block in which a place to split is searched
 _BETWEEN_WORDS = re.compile(rb"[0-9A-Za-z\x80-\xff] (?=[A-Za-z\x80-\xff])")
 
@@ -32,11 +38,11 @@ def chunks(file: BinaryIO) -> Iterator[bytes]:
         make = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
         yield from _members(file, make, zstandard.ZstdError)
     else:
-        yield from _read(file)
+        yield from _read(file, _READ_BYTES)
 
 
-def _read(file: BinaryIO) -> Iterator[bytes]:
-    while chunk := file.read(_READ_BYTES):
+def _read(file: BinaryIO, size: int) -> Iterator[bytes]:
+    while chunk := file.read(size):
         yield chunk
 
 
@@ -47,7 +53,7 @@ def _members(file: BinaryIO, make: Callable[[], Any], corrupt: type[Exception]) 
     blocks of a zstd frame as complete.
     """
     member, inside = make(), True  # an empty file is truncated, too
-    for chunk in _read(file):
+    for chunk in _read(file, _PACKED_BYTES):
         while chunk:
             try:
                 text = member.decompress(chunk)
@@ -63,10 +69,19 @@ def _members(file: BinaryIO, make: Callable[[], Any], corrupt: type[Exception]) 
         raise UserError(f"{file.name}: cut off at byte {file.tell()}, within packed data")
 
 
-def split_lines(file: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
-    """Yield (number of the first line, from 1; whole lines of about BLOCK_BYTES; True)."""
-    line, held, size = 1, list[bytes](), 0
+def split_lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None, bool]]:
+    """Yield (number of the first line, from 1; whole lines of about BLOCK_BYTES; True).
+
+    The bytes of a line that is longer than LINE_BYTES by BLOCK_BYTES or more are not kept: None
+    takes their place.
+    """
+    line, held, size, is_left_out = 1, list[bytes](), 0, False
     for chunk in chunks(file):
+        if is_left_out:
+            _, newline, chunk = chunk.partition(b"\n")
+            if not newline:
+                continue
+            line, is_left_out = line + 1, False
         end = chunk.rfind(b"\n") + 1
         if end and size + end >= BLOCK_BYTES:
             block = b"".join([*held, chunk[:end]])
@@ -75,6 +90,15 @@ def split_lines(file: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
             held, size, chunk = [], 0, chunk[end:]
         held.append(chunk)
         size += len(chunk)
+        if size >= LINE_BYTES + BLOCK_BYTES:
+            # Fewer than BLOCK_BYTES of it are whole lines.
+            block = b"".join(held)
+            whole = block[: block.rfind(b"\n", 0, BLOCK_BYTES) + 1]
+            if whole:
+                yield line, whole, True
+            line += whole.count(b"\n")
+            yield line, None, True
+            held, size, is_left_out = [], 0, True
     if size:
         yield line, b"".join(held), True
 

@@ -24,7 +24,8 @@ class TextRange:
     kind: Kind
     start: int
     """The first byte (text), line counted from 1 (lines), or row counted from 0 (rows)."""
-    payload: bytes | Rows
+    payload: bytes | Rows | None
+    """None for a line that is too long."""
     is_last: bool = True
     """Whether the document ends with this range. Only a long text has several."""
 
@@ -58,7 +59,7 @@ class Reader:
         size = 0
         for text_range in chain.from_iterable(map(self._read, self.sources)):
             batch.append(text_range)
-            payload = text_range.payload
+            payload = text_range.payload or b""
             size += len(payload) if isinstance(payload, bytes) else size_of(payload)
             if size >= files.BLOCK_BYTES:
                 yield batch
@@ -112,6 +113,8 @@ def read_values(
     if isinstance(payload, list):
         for number, row in enumerate(payload, start):
             yield check(row, f"{name}: row {number}: column {key!r}")
+    elif payload is None:
+        yield _too_long(f"{name}:{start}")
     else:
         lines = payload.removeprefix(codecs.BOM_UTF8) if start == 1 else payload
         for number, line in enumerate(lines.split(b"\n"), start):
@@ -131,17 +134,30 @@ def _decode(data: bytes, place: str, start: int) -> str | BadText:
 
 def _parse_line(line: bytes, key: str, place: str) -> Any:
     """The field `key` of a line of JSON, or BadText."""
+    if len(line) > files.LINE_BYTES:
+        return _too_long(place)
     text = _decode(line, f"{place}: byte", 0)
-    if isinstance(text, BadText):
-        return text
-    try:
-        record = json.loads(text)
-    except ValueError as error:
-        return BadText(f"{place}: not valid JSON: {error}")
+    record = parse_json(text, place) if isinstance(text, str) else text
+    if isinstance(record, BadText):
+        return record
     if not isinstance(record, dict) or key not in record:
         known = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
         return BadText(f"{place}: no {key!r} in it, only: {known[:200]}; see --json-key")
     return record[key]
+
+
+def _too_long(place: str) -> BadText:
+    return BadText(f"{place}: a line of more than {files.LINE_BYTES} bytes, need shorter ones")
+
+
+def parse_json(text: str, place: str) -> Any:
+    """Return the value of a JSON text, or BadText."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        return BadText(f"{place}: not valid JSON: {error}")
+    except RecursionError:
+        return BadText(f"{place}: JSON too deeply nested, need fewer levels")
 
 
 def check_text(value: Any, place: str) -> str | BadText:

@@ -1,5 +1,6 @@
 """Trains SentencePiece tokenizers that preserve every character of every text."""
 
+import re
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import chain
@@ -17,7 +18,9 @@ from megafrontier.data.workers import Workers
 
 EOD_PIECE = "<|endoftext|>"
 
-_MIN_VOCAB_SIZE = 300  # 256 bytes, four special pieces, and a few characters
+# 256 bytes, four special pieces, the space and one character. The text sets closer bounds.
+_MIN_VOCAB_SIZE = 262
+_MAX_VOCAB_SIZE = 2**24  # unigram does not return for sizes near 2³¹
 _MAX_LINE = 4096  # characters; SentencePiece ignores sentences longer than its limit
 _THREADS = 16  # fixed, because the sums of unigram depend on how the work is divided
 
@@ -53,8 +56,8 @@ def train_tokenizer(
     the number of bad texts skipped. Raises UserError for bad inputs, too little text for the
     vocabulary, a folder that is not empty, or a full disk.
     """
-    if vocab_size < _MIN_VOCAB_SIZE:
-        raise UserError(f"--vocab-size: {vocab_size}, need at least {_MIN_VOCAB_SIZE}")
+    if not _MIN_VOCAB_SIZE <= vocab_size <= _MAX_VOCAB_SIZE:
+        raise UserError(f"--vocab-size: {vocab_size}, need {_MIN_VOCAB_SIZE} to {_MAX_VOCAB_SIZE}")
     if not max_megabytes > 0:  # also refuses nan
         raise UserError(f"--max-megabytes: {max_megabytes}, need more than 0")
     target = Path(out).resolve()  # because `.` has no name
@@ -115,10 +118,18 @@ def _train(texts: Sequence[str], vocab_size: int, kind: str, path: Path) -> None
         try:
             _run_trainer(_lines(texts), vocab_size, kind, file)
         except RuntimeError as error:
-            # SentencePiece names the largest vocabulary that the text is enough for.
-            reason = str(error).rsplit("] ", 1)[-1]
-            raise UserError(f"--vocab-size {vocab_size}: SentencePiece says: {reason}") from error
+            raise UserError(_refusal(str(error), vocab_size)) from error
         sync_file(file)
+
+
+def _refusal(error: str, vocab_size: int) -> str:
+    """The line for a size outside the bounds that SentencePiece names. Both can be reached."""
+    most, least = re.search(r"<= (\d+)", error), re.search(r"required_chars\. \d+ vs (\d+)", error)
+    if most:
+        return f"--vocab-size: {vocab_size}, need at most {most[1]} for this text, or more text"
+    if least:
+        return f"--vocab-size: {vocab_size}, need at least {least[1]} for this text's characters"
+    return f"--vocab-size: {vocab_size}: SentencePiece says: {error.rsplit('] ', 1)[-1].strip()}"
 
 
 def _run_trainer(lines: Iterator[str], vocab_size: int, kind: str, file: BinaryIO) -> None:

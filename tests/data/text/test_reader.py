@@ -3,6 +3,8 @@
 import codecs
 import gzip
 import json
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from megafrontier.cli import main
 from megafrontier.common.errors import UserError
 from megafrontier.data.corpus.indexed import IndexedDataset
 from megafrontier.data.text.prepare import prepare
+from megafrontier.data.text.reader import BadText, Reader
+from megafrontier.data.text.sources import Source
 from tests.data.corpora import document, prepared
 
 TEXTS = ["first text\n", "zweiter Text é", "3"]
@@ -99,6 +103,11 @@ def test_parquet_is_read(tmp_path: Path) -> None:
         ("x.jsonl", b'{"text": 5}\n', "x.jsonl:1: 'text' is int, need a string"),
         ("x.jsonl", b'{"text": "\\ud800"}\n', "x.jsonl:1: 'text' holds half a surrogate pair"),
         ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "x.jsonl:2: byte 10: invalid UTF-8"),
+        (
+            "x.jsonl",
+            LINES + b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
+            "x.jsonl:4: JSON too deeply nested, need fewer levels; --skip-bad",
+        ),
         ("x.jsonl.gz", b"not packed at all", "x.jsonl.gz: corrupt near byte 0"),
         ("x.jsonl.gz", gzip.compress(LINES * 99)[:-20], "cut off at byte "),
         ("x.jsonl.gz", b"", "x.jsonl.gz: cut off at byte 0, "),
@@ -119,6 +128,56 @@ def test_bad_input_is_named_by_file_and_place_and_leaves_nothing(
     assert says in refusal
     assert refusal.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.fixture
+def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read lines of at most 100,000 bytes, in small blocks."""
+    monkeypatch.setattr("megafrontier.data.text.files.BLOCK_BYTES", 3_000)
+    monkeypatch.setattr("megafrontier.data.text.files._READ_BYTES", 1_000)
+    monkeypatch.setattr("megafrontier.data.text.files.LINE_BYTES", 100_000)
+
+
+@pytest.mark.parametrize("size", [100_001, 102_999, 103_000, 1_000_000])
+@pytest.mark.parametrize(("suffix", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zstd)])
+def test_a_line_that_is_too_long_is_named_and_may_be_skipped(
+    tmp_path: Path, short_lines: None, size: int, suffix: str, pack: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / f"x.jsonl{suffix}"
+    long = json.dumps({"text": "x" * (size - 12)}).encode()
+    assert len(long) == size
+    path.write_bytes(pack(LINES + long + b"\n" + LINES + long))
+    with pytest.raises(UserError, match=r"x\.jsonl.*:4: a line of more than 100000 bytes, need"):
+        prepared(tmp_path, path)
+    assert prepared(tmp_path, path, skip_bad=True) == TEXTS * 2
+
+
+def test_a_line_of_the_longest_size_is_read(tmp_path: Path, short_lines: None) -> None:
+    text = "x" * (100_000 - 12)
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    assert prepared(tmp_path, tmp_path / "x.jsonl") == [text]
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zstd)])
+def test_a_line_that_is_too_long_is_never_held_whole(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    suffix: str,
+    pack: Callable[[bytes], bytes],
+) -> None:
+    monkeypatch.setattr("megafrontier.data.text.files.LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("megafrontier.data.text.files._PACKED_BYTES", 64)
+    path = tmp_path / f"x.jsonl{suffix}"
+    path.write_bytes(pack(b"x" * 40_000_000))
+    source = Source(str(path), "lines", path.stat().st_size)
+    tracemalloc.start()
+    try:
+        (bad,) = Reader([source], "text").texts()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert isinstance(bad, BadText)
+    assert peak < 10e6
 
 
 def test_bad_texts_are_skipped_counted_and_shown(

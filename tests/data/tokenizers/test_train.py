@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,14 +48,32 @@ def test_a_tokenizer_may_be_written_into_the_current_folder(
     assert os.listdir(tmp_path) == ["tok"]
 
 
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("text", ["abc", "abcdefgh" * 3])
+@pytest.mark.parametrize(("asked", "bound"), [("9000", "at most"), ("262", "at least")])
+def test_the_vocabulary_size_that_a_refusal_names_is_accepted(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    text: str,
+    asked: str,
+    bound: str,
+) -> None:
+    (tmp_path / "x.txt").write_text(text)
+    words = ["tokenizer", str(tmp_path / "x.txt"), "--out", str(tmp_path / "out"), "--kind", kind]
+    assert main([*words, "--vocab-size", asked]) == 2
+    refusal = capsys.readouterr().err
+    named = re.search(rf"--vocab-size: {asked}, need {bound} (\d+) for this text", refusal)
+    assert named, refusal
+    assert main([*words, "--vocab-size", named[1]]) == 0
+    assert load_tokenizer(str(tmp_path / "out")).vocab_size == int(named[1])
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["good.txt", "--vocab-size", "20"], "--vocab-size: 20, need at least 300"),
-        (
-            ["good.txt", "--vocab-size", "9000"],
-            "--vocab-size 9000: SentencePiece says: Vocabulary size too high (9000). ",
-        ),
+        (["good.txt", "--vocab-size", "20"], "--vocab-size: 20, need 262 to 16777216"),
+        (["good.txt", "--vocab-size", "2147483648"], "2147483648, need 262 to 16777216"),
         (["empty.txt", "--vocab-size", "400"], "hold no text"),
         (["missing.txt", "--vocab-size", "400"], "'missing.txt': no such file"),
         (["good.txt", "bad.txt", "--vocab-size", "400"], "tier: bad.txt: byte 4: invalid UTF-8"),
