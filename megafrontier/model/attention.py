@@ -105,7 +105,7 @@ class Attention(nn.Module):
 
     def _project(self, hidden: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [b, s, hidden] → queries, keys and values [b, s, heads, head_size], rotated."""
-        rotary, _, _, (batch, length) = context
+        rotary, (batch, length) = context.rotary, context.shape
         # With tensor parallelism `hidden` has some of the tokens, and the projection all of them.
         projected = self.qkv(hidden).view(batch, length, -1)
         query, key, value = (
@@ -121,7 +121,7 @@ class Attention(nn.Module):
         self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
     ) -> Tensor:
         """hidden [b, s, hidden] → [b, s, hidden]."""
-        _, mask, documents, (_, length) = context
+        mask, documents, (_, length) = context.mask, context.documents, context.shape
         query, key, value = self._project(hidden, context)
         query = scaled(query, self.multiplier)
         dropout = self.dropout if self.training else 0.0

@@ -79,7 +79,7 @@ class Block(nn.Module):
     ) -> Tensor:
         attend = self._attend if cache is None else Block.attend
         hidden, normed = attend(self, hidden, context, cache)
-        return self._add(hidden, _normalised(self.post_norm2, self.mlp(normed)))
+        return self._add(hidden, _normalised(self.post_norm2, self._feed(normed, context)))
 
     def attend(
         self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
@@ -88,6 +88,12 @@ class Block(nn.Module):
         branch = self.attention(_normalised(self.norm1, hidden), context, cache)
         attended = self._add(hidden, _normalised(self.post_norm1, branch))
         return attended, _normalised(self.norm2, hidden if self.parallel else attended)
+
+    def _feed(self, normed: Tensor, context: AttentionContext) -> Tensor:
+        """The output of the MLP or of the experts."""
+        inputs = (normed, context.counted) if isinstance(self.mlp, MoE) else (normed,)
+        output: Tensor = self.mlp(*inputs)
+        return output
 
     def _add(self, hidden: Tensor, branch: Tensor) -> Tensor:
         dropped = F.dropout(branch, self.dropout, self.training)

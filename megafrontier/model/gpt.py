@@ -7,7 +7,7 @@ only exception: it belongs to the root and stays unsharded for the whole pass.
 
 from collections.abc import Callable
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,7 @@ from megafrontier.model.positions import (
     cached_mask,
     document_mask,
     document_positions,
+    followed_tokens,
     rotary_tables,
     row_documents,
 )
@@ -67,7 +68,7 @@ class Embedding(nn.Module):
         self, tokens: Tensor, positions: Tensor, with_next: bool | Tensor = False
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens [b, s], positions [b or 1, s] → [b, s, hidden]; `with_next` also that of the next
-        token of each, and of the first one for the last, or of the tokens that it gives."""
+        token of each (of any token where there is none), or of the tokens that it gives."""
         if isinstance(with_next, Tensor):
             places = torch.cat([positions, positions], 1)
             both = self.forward(torch.cat([tokens, with_next], 1), places)
@@ -165,6 +166,17 @@ class Head(nn.Module):
         return gathered.flatten(0, 1)
 
 
+class _NextTokens(NamedTuple):
+    """What the block of `prediction` needs besides the hidden states."""
+
+    with_next: bool | Tensor = False
+    """Of `Embedding`."""
+    targets: Tensor | None = None
+    """The targets of the next tokens."""
+    counted: Tensor | None = None
+    """The tokens that have a next one."""
+
+
 class GPT(nn.Module):
     """A decoder-only transformer. May be built on the meta device and filled later.
 
@@ -248,6 +260,7 @@ class GPT(nn.Module):
         hidden: Tensor | None = None,
         blocks: range | None = None,
         scores: bool = False,
+        padding: Tensor | None = None,
     ) -> Tensor:
         """Logits [b, s, vocab_size], or with `targets` the fp32 sum of their cross-entropies.
 
@@ -259,6 +272,7 @@ class GPT(nn.Module):
         the b · s tokens (each row starts one), then b · s; tokens attend only within their
         document, and positions restart there. `cache`: positions continue after its tokens, and
         it takes the new ones; it holds one document per row, so there are no `documents` with it.
+        `padding` bool [b, s]: tokens that only fill a row, which routers do not count.
 
         A stage of a pipeline runs the numbers `blocks` of all blocks. `hidden` is the result of the
         stage before it; without it, the embedding comes first. Before the last block of the model,
@@ -276,18 +290,22 @@ class GPT(nn.Module):
             raise RuntimeError("logits of divided sequences, need a model on one rank")
         predicts = self.prediction is not None and self.training and torch.is_grad_enabled()
         predicts = predicts and targets is not None and not scores
-        with_next, later = self._after(tokens, targets, documents) if predicts else (False, None)
+        after = _NextTokens()
+        if predicts:
+            after = self._next_tokens(tokens, targets, documents, padding)
+        counted = None
+        if padding is not None and self.config.moe is not None:
+            counted = self.own_part(~padding, documents)
         tokens, targets, positions, documents = self._own_inputs(tokens, targets, documents, past)
         rotaries = self._rotaries(positions, range(blocks.start, blocks.stop + predicts))
         following: Tensor | None = None
         if predicts:
-            hidden, following = self.embedding(tokens, positions, with_next)
+            hidden, following = self.embedding(tokens, positions, after.with_next)
         elif hidden is None:
             hidden = self.embedding(tokens, positions)
         batch, length = tokens.shape
-        context = AttentionContext(
-            None, *self._mask_or_documents(hidden, tokens, cache, documents), (batch, length)
-        )
+        mask, documents = self._mask_or_documents(hidden, tokens, cache, documents)
+        context = AttentionContext(None, mask, documents, (batch, length), counted)
         for i in blocks:
             block = self.blocks.get_submodule(str(i))
             of_block = context._replace(rotary=rotaries[i])
@@ -299,23 +317,36 @@ class GPT(nn.Module):
         is_tied = self.config.tie_embeddings and hasattr(self, "embedding")
         tied = self.embedding.tokens.weight if is_tied else None
         predicted = None
-        if self.prediction is not None and following is not None and later is not None:
-            context = context._replace(rotary=rotaries[blocks.stop])
-            predicted = self.prediction(hidden, following, context), later
+        if self.prediction is not None and following is not None and after.targets is not None:
+            context = context._replace(rotary=rotaries[blocks.stop], counted=after.counted)
+            predicted = self.prediction(hidden, following, context), after.targets
         return self.head(hidden[:, -1:] if last_only else hidden, targets, tied, scores, predicted)
 
-    def _after(
-        self, tokens: Tensor, targets: Tensor | None, documents: Tensor | None
-    ) -> tuple[bool | Tensor, Tensor | None]:
-        """What `Embedding` needs for the next tokens, and the targets of the tokens after them."""
+    def _next_tokens(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None,
+        documents: Tensor | None,
+        padding: Tensor | None,
+    ) -> _NextTokens:
+        """Of `own_part`.
+
+        A token without a next one gets any token as its next one, which depends on the micro-batch.
+        It has no target, no other token attends to it, and the router does not count it: so it
+        changes neither losses nor gradients.
+        """
         assert targets is not None
-        starts = None if documents is None else documents.to(tokens.device, non_blocking=True)
-        later = later_targets(targets, starts)
+        followed = followed_tokens(tokens, documents, padding)
+        later = later_targets(targets, followed)
+        counted = followed if self.config.moe is not None else None
         if self.part is None:
-            return True, later
+            return _NextTokens(True, later, counted)
         # The next token of this process's may be another's.
         following = tokens.flatten().roll(-1).view_as(tokens)
-        return self.own_part(following, documents), self.own_part(later, documents)
+        following, later = (self.own_part(values, documents) for values in (following, later))
+        if counted is not None:
+            counted = self.own_part(counted, documents)
+        return _NextTokens(following, later, counted)
 
     def _own_inputs(
         self, tokens: Tensor, targets: Tensor | None, documents: Tensor | None, past: int

@@ -101,14 +101,10 @@ class _WithGradient(torch.autograd.Function):
         return grad_outputs[0], grad_outputs[0] * ctx.factor, None
 
 
-def later_targets(targets: Tensor, documents: Tensor | None) -> Tensor:
-    """The targets [b, s] of the tokens after the next ones. The last token of a row or a document
-    has none."""
-    later = targets.roll(-1, 1)
-    later[:, -1] = IGNORE_INDEX
-    if documents is not None:
-        later.view(-1)[documents[1:].long() - 1] = IGNORE_INDEX
-    return later
+def later_targets(targets: Tensor, followed: Tensor) -> Tensor:
+    """Return the target [b, s] of the next token of each token. A token that is not `followed`
+    (`positions.followed_tokens`) has none."""
+    return targets.roll(-1, 1).masked_fill(~followed, IGNORE_INDEX)
 
 
 def chunk_losses(

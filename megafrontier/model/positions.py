@@ -33,6 +33,9 @@ class AttentionContext(NamedTuple):
     """
     shape: tuple[int, int]
     """(b, s) of the tokens."""
+    counted: Tensor | None = None
+    """Boolean [b, s]: the tokens that routers count, in their losses and statistics. None: all.
+    With tensor parallelism it has the tokens of all tensor ranks."""
 
 
 def row_documents(batch: int, length: int, device: torch.device | str = "cpu") -> Tensor:
@@ -47,6 +50,17 @@ def document_positions(documents: Tensor, batch: int, length: int) -> Tensor:
     """
     index = torch.arange(batch * length, dtype=torch.int32, device=documents.device)
     return (index - documents[_numbers(documents, index)]).view(batch, length)
+
+
+def followed_tokens(tokens: Tensor, documents: Tensor | None, padding: Tensor | None) -> Tensor:
+    """Return which of the tokens [b, s] have a next token in their row and document, and are not
+    padding: boolean [b, s]. `documents` as for `document_positions`, on any device."""
+    followed = torch.ones_like(tokens, dtype=torch.bool) if padding is None else ~padding
+    followed[:, -1] = False
+    if documents is not None:
+        starts = documents.to(tokens.device, non_blocking=True)
+        followed.view(-1)[starts[1:].long() - 1] = False
+    return followed
 
 
 def document_mask(documents: Tensor, batch: int, length: int) -> Tensor:

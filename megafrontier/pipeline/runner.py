@@ -127,6 +127,7 @@ class Pipeline:
             hidden=hidden,
             blocks=blocks,
             scores=step.work.scores is not None,
+            padding=batch.padding,
         )
         if action.stage == self.division.stages - 1:
             step.totals += count(self.model, step.work, batch, out)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.gpt import GPT
+from megafrontier.model.positions import followed_tokens
 from megafrontier.partition.engine import Engine
 
 
@@ -75,8 +76,13 @@ class WholeModel:
 
     def _forward(self, work: Work, batch: Batch) -> Tensor:
         work.before(batch, 0)
-        scores = work.scores is not None
-        out: Tensor = self.model(batch.tokens, batch.targets, batch.documents, scores=scores)
+        out: Tensor = self.model(
+            batch.tokens,
+            batch.targets,
+            batch.documents,
+            scores=work.scores is not None,
+            padding=batch.padding,
+        )
         return out
 
     def _zeros(self) -> Tensor:
@@ -95,3 +101,12 @@ def count_targets(model: GPT, batch: Batch, loss: Tensor) -> Tensor:
     """The loss and the number of tokens that it is a sum over, float64 [2]."""
     tokens = (model.own_part(batch.targets, batch.documents) >= 0).sum()
     return torch.stack([loss.detach().double(), tokens.double()])
+
+
+def count_routed(batch: Batch) -> Tensor:
+    """The targets of a batch, the tokens that the routers of its blocks count, and those that the
+    router of `model.prediction` counts, float64 [3]."""
+    padding = 0 if batch.padding is None else batch.padding.sum()
+    followed = followed_tokens(batch.tokens, batch.documents, batch.padding).sum()
+    tokens = torch.full_like(followed, batch.tokens.numel()) - padding
+    return torch.stack([(batch.targets >= 0).sum(), tokens, followed]).double()

@@ -119,6 +119,8 @@ def _split_block(block: Block, cutter: Cutter) -> None:
         kv_width = attention.kv_heads * attention.head_size
         attention.widths = [attention.heads * attention.head_size, kv_width, kv_width]
     # Experts stay whole: each rank routes the tokens that it has between the matrices.
+    if isinstance(block.mlp, MoE):
+        block.mlp.part = cutter.group.part
     mlp = block.mlp.shared if isinstance(block.mlp, MoE) else block.mlp
     if mlp is not None:
         _split_mlp(mlp, cutter)

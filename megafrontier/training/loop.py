@@ -12,7 +12,7 @@ from megafrontier.data.sampling.batches import BatchSizes
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.parallel.world import World
-from megafrontier.pipeline.work import Work
+from megafrontier.pipeline.work import Work, count_routed
 from megafrontier.splits.context import work_imbalance
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.step import AsyncStepResult, StepResult, finish_step
@@ -160,9 +160,8 @@ def forward_backward(trainer: Trainer, heartbeat: Heartbeat) -> torch.Tensor:
     divided only at the end of the step, once, by the number of tokens in the global batch.
     """
     seed, work_rank = trainer.config.run.seed, trainer.mesh.work_rank
-    if trainer.balance is not None:
-        trainer.balance.scale_losses(trainer.loss_scale.scale)
     batches = read_step(trainer.loader, trainer.step, trainer.mesh.rank)
+    _scale_router_losses(trainer, batches)
     for batch in batches:
         _record_imbalance(trainer, batch)
     return trainer.runner.train(
@@ -173,6 +172,18 @@ def forward_backward(trainer: Trainer, heartbeat: Heartbeat) -> torch.Tensor:
             after=lambda: heartbeat(None),
         )
     )
+
+
+def _scale_router_losses(trainer: Trainer, batches: Sequence[Batch]) -> None:
+    """Set the factor of the routers' losses, see Note [Losses of the router]."""
+    balance = trainer.balance
+    if balance is None or not balance.has_losses:
+        return
+    counts = torch.stack([count_routed(batch) for batch in batches]).sum(0)
+    with trainer.engine.ledger.waiting("tokens of routers"):
+        # Equally many ranks read each sample, so the counts are all too large by the same factor.
+        counts = trainer.world.sum(counts)
+    balance.scale_losses(trainer.loss_scale.scale, counts)
 
 
 def _record_imbalance(trainer: Trainer, batch: Batch) -> None:

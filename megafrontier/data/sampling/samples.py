@@ -42,18 +42,24 @@ class Batch:
     [n + 1], on the host. Every window starts a document."""
     first_sample: int
     """Global number of the first sample."""
+    padding: torch.Tensor | None = None
+    """With packing: which tokens [b, s] only fill a sample, bool."""
 
     def pin_memory(self) -> "Batch":
         """Return a copy in page-locked memory, for asynchronous copies to a device."""
         documents = None if self.documents is None else self.documents.pin_memory()
+        padding = None if self.padding is None else self.padding.pin_memory()
         pinned = self.tokens.pin_memory(), self.targets.pin_memory(), documents
-        return Batch(*pinned, self.first_sample)
+        return Batch(*pinned, self.first_sample, padding)
 
     def to(self, device: torch.device) -> "Batch":
-        """Return a copy with tokens and targets on `device`. From pinned memory, the host does not
-        wait for the copy."""
+        """Return a copy with all but the documents on `device`. From pinned memory, the host does
+        not wait for the copy."""
         tokens, targets = (t.to(device, non_blocking=True) for t in (self.tokens, self.targets))
-        return replace(self, tokens=tokens, targets=targets)
+        padding = self.padding
+        if padding is not None:
+            padding = padding.to(device, non_blocking=True)
+        return replace(self, tokens=tokens, targets=targets, padding=padding)
 
 
 @dataclass
@@ -124,7 +130,9 @@ class Samples:
         parts = zip(*rows, strict=True)
         tokens, targets, numbers = (torch.from_numpy(np.stack(part)) for part in parts)
         documents = document_starts(numbers) if self.document_mask else None
-        return Batch(tokens, targets, documents, first)
+        is_packed = any(isinstance(used, PackedRange) for used in self.ranges)
+        padding = numbers == self.sequence_length if is_packed else None
+        return Batch(tokens, targets, documents, first, padding)
 
     def _windows_of(self, corpus: int, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
         used = self.ranges[corpus]

@@ -1,9 +1,10 @@
 """How many tokens the experts of a model get, and what follows from that after each step."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megafrontier.config import MoEConfig
+from megafrontier.model.gpt import GPT
 from megafrontier.model.moe.layer import MoE
 
 
@@ -14,7 +15,7 @@ class Balance:
     summed, and every rank updates its routers' buffers with the same numbers.
     """
 
-    def __init__(self, model: nn.Module, moe: MoEConfig, layers: int, ranks: int = 1) -> None:
+    def __init__(self, model: GPT, moe: MoEConfig, layers: int, ranks: int = 1) -> None:
         """layers: blocks of the whole model. ranks: that share the experts of a block."""
         self._moe, self._layers, self._ranks = moe, moe.blocks(layers), ranks
         self._modules = {
@@ -22,11 +23,24 @@ class Balance:
             for module in model.modules()
             if isinstance(module, MoE)
         }
+        self._predicting = {*(model.prediction.modules() if model.prediction else ())}
 
-    def scale_losses(self, scale: Tensor | None) -> None:
-        """Multiply the losses of the routers by `scale` [], as the model's loss is."""
+    @property
+    def has_losses(self) -> bool:
+        """Whether the routers have losses."""
+        return self._moe.balance == "loss" or self._moe.z_loss > 0
+
+    def scale_losses(self, scale: Tensor, counts: Tensor) -> None:
+        """Multiply the losses of the routers by `scale` [], as the model's loss is, and make them
+        means over the tokens of the global batch where the step divides by its targets.
+
+        counts: float64 [3], the sums of `pipeline.work.count_routed` over the global batch.
+        """
+        targets, *tokens = counts.unbind()
+        by_blocks, by_prediction = ((scale * targets / n.clamp(min=1)).float() for n in tokens)
         for module in self._modules.values():
-            module.router.loss_scale = scale
+            is_predicting = module in self._predicting
+            module.router.loss_scale = by_prediction if is_predicting else by_blocks
 
     def take(self, device: torch.device) -> Tensor:
         """What this rank has counted since the last call, to be summed over all ranks: float64

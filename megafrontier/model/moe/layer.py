@@ -1,5 +1,7 @@
 """A mixture of experts in place of a block's MLP."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -42,6 +44,8 @@ class MoE(nn.Module):
         self.router = Router(config, moe)
         self.experts = Experts(config, moe)
         self.dispatch: Dispatch = local_dispatch
+        self.part: Callable[[Tensor], Tensor] | None = None
+        """With tensor parallelism: maps values of all tokens [n] to those of this rank's tokens."""
         self.shared: MLP | None = None
         self.shared_gate: nn.Parameter | None = None
         if moe.shared_experts:
@@ -53,10 +57,12 @@ class MoE(nn.Module):
                 spec = ParamSpec("", shape, "router", init_std=matrix_std(config))
                 set_spec(self.shared_gate, spec)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [b, s, hidden] → [b, s, hidden]."""
+    def forward(self, hidden: Tensor, counted: Tensor | None = None) -> Tensor:
+        """hidden [b, s, hidden] → [b, s, hidden]. `counted`: as in `AttentionContext`."""
         tokens = hidden.flatten(0, -2)
-        chosen, weights = self.router(tokens)
+        if counted is not None:
+            counted = counted.flatten() if self.part is None else self.part(counted.flatten())
+        chosen, weights = self.router(tokens, counted)
         finish = self.dispatch(tokens, chosen, weights, self.experts)
         shared = self._share(hidden)  # while tokens move
         out = finish().view_as(hidden)

@@ -35,10 +35,13 @@ class Router(nn.Module):
     Note [Losses of the router]
     `GPT.forward` returns the sum of the losses of tokens, which the step divides once by the number
     of targets in the global batch. The losses of the router are therefore sums over tokens, too,
-    and enter through their gradient alone. Every token that the router sees counts, with a target
-    or without one, because it occupies an expert. The shares of tokens in the load-balancing loss
-    are those of the previous global batch, from a buffer: so the gradient does not depend on how
-    the batch is divided over ranks and micro-batches.
+    and enter through their gradient alone. Their factor `loss_scale` has targets / tokens of the
+    global batch, which the step counts before its first forward. So each loss is a mean over
+    tokens, whatever the share of targets. A token without a target counts, because it occupies an
+    expert. Padding does not, and in the block of `model.prediction` nor does a token without a next
+    one. The shares of tokens in the load-balancing loss are those of the previous global batch,
+    from a buffer: so the gradient does not depend on how the batch is divided over ranks and
+    micro-batches.
     """
 
     bias: Tensor
@@ -60,9 +63,9 @@ class Router(nn.Module):
         """What the loss is multiplied by before backward. None: 1."""
         self.statistics = RouterStatistics()
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """tokens [n, hidden] → the experts of each token int64 [n, active], and their weights fp32
-        [n, active]."""
+        [n, active]. `counted` bool [n]: the tokens of losses and statistics. None: all."""
         logits = F.linear(tokens.float(), self.weight.float())
         scores = logits.softmax(-1) if self.moe.router == "softmax" else logits.sigmoid()
         experts = self._choose(scores.detach())
@@ -74,8 +77,8 @@ class Router(nn.Module):
         if self.moe.router == "sigmoid":
             probabilities = scores / (scores.sum(-1, keepdim=True) + TINY)
         if self.training:
-            self.statistics.add(experts, probabilities)
-        return experts, self._with_losses(weights, logits, probabilities)
+            self.statistics.add(experts, probabilities, counted)
+        return experts, self._with_losses(weights, logits, probabilities, counted)
 
     @torch.no_grad()
     def update(self, counts: Tensor, skip: Tensor) -> None:
@@ -102,19 +105,27 @@ class Router(nn.Module):
             scores = grouped.masked_fill(~is_open[..., None], -torch.inf).flatten(-2)
         return scores.topk(moe.active, dim=-1).indices
 
-    def _with_losses(self, weights: Tensor, logits: Tensor, probabilities: Tensor) -> Tensor:
+    def _with_losses(
+        self, weights: Tensor, logits: Tensor, probabilities: Tensor, counted: Tensor | None
+    ) -> Tensor:
         """`weights`, with the gradients of the router's losses attached."""
         if not (torch.is_grad_enabled() and self.training):
             return weights
         losses = []
         if self.moe.balance == "loss":
-            shares = probabilities.sum(0) @ self.load
+            shares = _kept(probabilities, counted).sum(0) @ self.load
             losses.append(self.moe.loss_coefficient * self.moe.experts * shares)
         if self.moe.z_loss:
-            losses.append(self.moe.z_loss * logits.logsumexp(-1).square().sum())
+            squares = logits.logsumexp(-1, keepdim=True).square()
+            losses.append(self.moe.z_loss * _kept(squares, counted).sum())
         scale = torch.ones_like(logits[0, 0]) if self.loss_scale is None else self.loss_scale
         for loss in losses:
             attached = _AttachLoss.apply(weights, loss, scale.to(loss.dtype))
             assert isinstance(attached, Tensor)
             weights = attached
         return weights
+
+
+def _kept(values: Tensor, counted: Tensor | None) -> Tensor:
+    """`values` [n, m], with 0 for tokens that do not count."""
+    return values if counted is None else values.where(counted[:, None], 0.0)

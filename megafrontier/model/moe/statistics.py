@@ -7,19 +7,25 @@ from torch import Tensor
 class RouterStatistics:
     """Tokens of each expert, and the sum of the entropies of the tokens' probabilities, over the
     forwards of a step. Forwards without gradients, and those that backward repeats, do not count.
+    Nor do tokens that are not `counted`.
     """
 
     def __init__(self) -> None:
         self._tokens: Tensor | None = None
         self._entropy: Tensor | None = None
 
-    def add(self, experts: Tensor, probabilities: Tensor) -> None:
-        """Count a forward's tokens: experts int64 [n, active], probabilities fp32 [n, experts]."""
+    def add(self, experts: Tensor, probabilities: Tensor, counted: Tensor | None = None) -> None:
+        """Count a forward's tokens: experts int64 [n, active], probabilities fp32 [n, experts],
+        counted bool [n]; None: all."""
         is_repeated = torch._C._current_graph_task_id() != -1  # as torch.utils.checkpoint asks
         if is_repeated or not torch.is_grad_enabled():
             return
         with torch.no_grad():
-            ones = torch.ones_like(experts.flatten())
+            ones = torch.ones_like(experts)
+            if counted is not None:
+                ones = ones * counted[:, None]
+                probabilities = probabilities.where(counted[:, None], 0.0)  # of entropy 0
+            ones = ones.flatten()
             new = ones.new_zeros(probabilities.shape[1])
             new = new.scatter_add_(0, experts.flatten(), ones)
             entropy = torch.special.entr(probabilities).sum(dtype=torch.float64)

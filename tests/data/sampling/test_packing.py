@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megafrontier.config import CorpusConfig
 from megafrontier.data.corpus.indexed import IndexedDataset
@@ -70,6 +71,8 @@ def test_an_epoch_has_every_pair_once_and_cuts_only_documents_that_are_too_long(
     pairs = {t for a, b in itertools.pairwise(starts) for t in range(a, b - 1)}
     assert Counter(batch.tokens[has_target].tolist()) == dict.fromkeys(pairs, 1)
     assert not batch.tokens[~has_target].any()
+    assert batch.padding is not None
+    assert torch.equal(batch.padding, ~has_target)
     # In each document of the batch, all tokens follow each other, or it is padding.
     tokens, bounds = batch.tokens.flatten().tolist(), batch.documents.tolist()
     whole = [tokens[a:b] for a, b in itertools.pairwise(bounds)]

@@ -4,11 +4,13 @@ routers stay the same on all ranks."""
 import pytest
 import torch
 
+from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.model.loss import IGNORE_INDEX
 from megafrontier.model.moe.balance import Balance
 from megafrontier.parallel.mesh import Splits
+from megafrontier.pipeline.work import count_routed
 from tests.model.moe.shapes import BIAS, EMPTY, LOSS, SHARED
 from tests.model.small_models import small_config
 from tests.ranks import run_mesh
@@ -32,6 +34,11 @@ CASES = [
 ]
 
 
+def count(case, step):
+    """The targets and routed tokens of a step."""
+    return count_routed(Batch(*batch(case, step), None, 0))
+
+
 def train_alone(case):
     """The reference: plain PyTorch on one process."""
     config = small_config(**case.changes)
@@ -42,7 +49,7 @@ def train_alone(case):
     steps, counts = [], []
     for step in range(case.steps):
         tokens, targets = batch(case, step)
-        balance.scale_losses(1 / (targets != IGNORE_INDEX).sum())
+        balance.scale_losses(1 / (targets != IGNORE_INDEX).sum(), count(case, step))
         loss = model(tokens, targets) / (targets != IGNORE_INDEX).sum()
         optimizer.zero_grad()
         loss.backward()
@@ -62,6 +69,7 @@ def train_split(case, strategy, mesh):
     optimizer = torch.optim.SGD([u.master for u in engine.units], lr=RATE, momentum=0.9)
     steps, counts = [], []
     for step in range(case.steps):
+        balance.scale_losses(torch.ones(()), count(case, step))
         steps.append(matrix.train_step(case, step, mesh, model, engine, optimizer, specs))
         counts.append(mesh.world.sum(balance.take(mesh.device)))
         balance.update(counts[-1], NO)

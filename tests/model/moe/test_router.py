@@ -17,7 +17,7 @@ from megafrontier.model.moe.layer import MoE
 from megafrontier.model.moe.products import grouped_product, loop_product, padded_product
 from megafrontier.model.moe.router import Router
 from tests.model.moe.shapes import LOSS, SHARED, mixture
-from tests.model.small_models import small_config
+from tests.model.small_models import PREDICTION, small_config
 
 TOKENS = torch.randn(40, 32, generator=torch.Generator().manual_seed(0))
 
@@ -69,6 +69,53 @@ def test_losses_of_the_router_have_the_gradients_of_their_formulas():
     z_loss = 0.2 * logits.exp().sum(-1).log().square().sum()
     ((best / best.sum(-1, keepdim=True)).sum() + 4 * balance + 4 * z_loss).backward()
     torch.testing.assert_close(found, router.weight.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_that_do_not_count_are_in_no_loss_and_no_statistic():
+    router = make(Router, balance="loss", loss_coefficient=0.3, z_loss=0.2)
+    router.load.copy_(torch.linspace(0, 0.25, 8))
+    counted = torch.arange(len(TOKENS)) % 3 > 0
+    found = []
+    for tokens, mask in ((TOKENS, counted), (TOKENS[counted], None)):
+        _, weights = router(tokens, mask)
+        (0 * weights).sum().backward()
+        found.append((router.weight.grad.clone(), *router.statistics.take()))
+        router.zero_grad()
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+    assert found[0][1].sum() == 2 * counted.sum()
+
+
+PADDING = torch.arange(24) >= torch.tensor([24, 20, 24, 9])[:, None]
+
+
+@pytest.mark.parametrize(
+    ("starts", "padding", "followed"),
+    [([0], None, 4 * 23), ([0, 9, 20], PADDING, 21 + 18 + 21 + 8)],
+    ids=["rows", "documents and padding"],
+)
+def test_what_follows_the_last_token_of_a_row_or_document_changes_nothing(
+    starts, padding, followed
+):
+    """Each row is a micro-batch, then all rows are one: a last token is followed by another one."""
+    model = GPT(small_config(**LOSS | PREDICTION))
+    initialise(model, 1)
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    for router in routers:
+        router.load.copy_(torch.linspace(0, 0.25, 8))
+    rows = torch.randint(50, (4, 24), generator=torch.Generator().manual_seed(2))
+    targets = rows.roll(-1, 1).masked_fill(rows % 10 > 0, -100)
+    found = []
+    for size in (1, 4):
+        for part in torch.arange(4).split(size):
+            bounds = [24 * row + start for row in range(size) for start in starts]
+            documents = torch.tensor([*bounds, 24 * size], dtype=torch.int32)
+            hidden = None if padding is None else padding[part]
+            model(rows[part], targets[part], documents, padding=hidden).backward()
+        gradients = [p.grad.clone() for p in model.parameters()]
+        found.append((gradients, [router.statistics.take() for router in routers]))
+        model.zero_grad()
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+    assert found[0][1][-1][0].sum() == 2 * followed
 
 
 def test_a_mixture_is_the_weighted_sum_of_its_experts():
