@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megafrontier.common.errors import UserError, as_fatal_error, need
 from megafrontier.common.files import search_folder_hint, write_atomically
+from megafrontier.common.parsing import LARGEST_YAML, parse_yaml, read_text
 from megafrontier.config.building import build
 from megafrontier.config.machine import MachineConfig
 from megafrontier.config.model.gpt import ModelConfig
@@ -22,27 +23,6 @@ from megafrontier.config.validation import check, check_machine
 _SHORT = {"wires": "preset", "parallel": "tensor"}
 """Sections that a word may stand for: `wires: low`, `parallel: auto`. It is the value of this
 key."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads every value as text, and refuses a key that is given twice.
-
-    `build` converts the text to the field's type. YAML would convert it by its looks: runs named
-    1.1 and 1.10 would share a folder, and 010 would be 8.
-    """
-
-    yaml_implicit_resolvers = {
-        first: [found for found in resolvers if found[0].endswith((":null", ":merge"))]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [str(key.value) for key, _ in node.value]
-        for name in names:
-            if names.count(name) > 1:
-                problem = f"duplicate key {name}"
-                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -137,7 +117,9 @@ def _resolved(values: dict[str, Any]) -> Any:
         return OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:
         reason = str(error).split("\n")[0]
-        raise UserError(f"{error.full_key}: {reason}") from error
+        raise UserError(f"{error.full_key or 'config'}: {reason}") from error
+    except RecursionError:
+        raise UserError("config: references nested too deeply, need fewer") from None
 
 
 def _merged(below: Any, above: Any, name: str = "") -> Any:
@@ -205,12 +187,12 @@ def _read_yaml(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in [child.resolve() for child in children]:
         raise UserError(f"{origin}: the files inherit from each other in a circle")
     try:
-        values = yaml.load(path.read_text(encoding="utf-8-sig"), _Loader) or {}
+        values = parse_yaml(read_text(path, LARGEST_YAML)) or {}
     except OSError as error:
         where = search_folder_hint(path) if isinstance(error, FileNotFoundError) else ""
         line = f"{origin}: cannot read the config: {error.strerror}{where}"
         raise as_fatal_error(error, line) from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{origin}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"{origin}: a list or a single value, need keys and values at the top")
@@ -241,7 +223,7 @@ def _apply_override(values: dict[str, Any], override: str) -> Any:
     if not equals or not key:
         raise UserError(f"override {override!r}: expected key=value, as in train.steps=100")
     try:
-        value = yaml.load(text, _Loader)
+        value = parse_yaml(text)
     except yaml.YAMLError as error:
         raise UserError(f"override {override!r}: not valid YAML after the '=': {error}") from error
     if key == "machine":  # given as a whole, it replaces the file's

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import ModelConfig, RotaryScalingConfig
+from megafrontier.config.building import shown
 
 HEAD = "head"
 """Our name for the output matrix in `ParamMapping.hf_names`: its name in files varies by version.
@@ -21,6 +22,11 @@ LLAMA3 = "llama3"
 """rope_type of Llama 3.1 and 3.2."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Types of layers: with a window, and without one."""
+
+_COUNTS = ("_layers", "_layer", "_heads", "_head", "_experts", "_size", "head_dim", "_per_tok")
+"""Ends of keys of whole numbers."""
+_DIVISORS = ("attention_heads", "_head", "_size", "head_dim", "query_pre_attn_scalar")
+"""Ends of keys of numbers that others are divided by."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +88,14 @@ class HFConfigReader:
     def number(self, key: str, default: float | None = None) -> Any:
         """A number, or `default` if the key is missing or null. Raises UserError otherwise."""
         value = self._get(key, default)
-        if not isinstance(value, int | float):
+        if not isinstance(value, int | float) or not -(2**63) < value < 2**63:  # or NaN
             raise self.error(key, value, "need a number")
+        if key.endswith(_COUNTS) or key.startswith("num_"):
+            if value != int(value):
+                raise self.error(key, value, "need a whole number")
+            value = int(value)
+        if key.endswith(_DIVISORS) and value <= 0:
+            raise self.error(key, value, "need more than 0")
         return value
 
     def optional(self, key: str, default: float | None) -> Any:
@@ -129,8 +141,8 @@ class HFConfigReader:
         """
         key = "rope_scaling" if self._values.get("rope_scaling") else "rope_parameters"
         inner = self._get(key, {})
-        if layers:
-            of_types = self._get("rope_parameters", {})
+        of_types = self._get("rope_parameters", {})
+        if layers and isinstance(inner, dict) and isinstance(of_types, dict):
             # transformers 4 scales the frequencies of layers without a window alone.
             inner = of_types.get(layers) or (inner if layers == FULL else {})
         if not isinstance(inner, dict):
@@ -163,7 +175,7 @@ class HFConfigReader:
 
     def error(self, key: str, value: Any, fits: str) -> UserError:
         """The error for one value."""
-        return UserError(f"{self._path}: {key}: {value!r}, {fits}")
+        return UserError(f"{self._path}: {key}: {shown(repr(value))}, {fits}")
 
     def _get(self, key: str, default: Any) -> Any:
         value = self._values.get(key)

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from megafrontier.common.errors import UserError
 from megafrontier.common.files import work_folder
+from megafrontier.common.parsing import LARGEST_JSON, parse_json, read_text
 from megafrontier.config import Config, MLPConfig, ModelConfig, check
+from megafrontier.config.validation import LARGEST
 from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.families import family_for, family_of
 from megafrontier.families.base import HEAD, Family, HFConfigReader, ParamMapping
@@ -89,13 +91,17 @@ def described_model(folder: Path) -> tuple[Family, ModelConfig]:
     path = folder / "config.json"
     reader = HFConfigReader(path, _read_json(path))
     family = family_of(reader)
+    for key, name in (("num_hidden_layers", "layers"), ("n_layer", "layers")):
+        value = reader.number(key, 1)
+        if not value <= LARGEST[name]:  # before a list has an item for each layer
+            raise reader.error(key, value, f"need at most {LARGEST[name]}")
     config = family.read_config(reader)
-    if config.prediction is not None and not _has_prediction(folder, family, config):
-        config = replace(config, prediction=None)
     try:
         check(Config(model=config))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+    if config.prediction is not None and not _has_prediction(folder, family, config):
+        config = replace(config, prediction=None)
     return family, config
 
 
@@ -307,7 +313,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
+        values = parse_json(read_text(path, LARGEST_JSON))
     except OSError as error:
         raise UserError(f"{path}: cannot read: {error.strerror}") from error
     except ValueError as error:

@@ -39,6 +39,8 @@ from megafrontier.splits.experts import check_expert_split, split_experts
 from megafrontier.splits.tensor import check_tensor_split, split_tensors
 
 GIB = 2**30
+_MOST_MICRO_BATCHES = 2**16
+"""Of a rank in a step. Schedules are tables that list each of them."""
 
 
 class StatePlan(NamedTuple):
@@ -378,11 +380,14 @@ def check_memory(config: Config, plan: RunPlan) -> None:
 def micro_batches_of(config: Config, plan: RunPlan) -> int:
     """Micro-batches of each rank in a step, after the warm-up of the batch.
 
-    Raises UserError if a batch does not divide.
+    Raises UserError if a batch does not divide, or is too large.
     """
     train, size = config.train, plan.shape.over(("data",)).ranks
     BatchSizes.of(train).check(train.micro_batch, size)
-    return train.global_batch // (train.micro_batch * size)
+    number = train.global_batch // (train.micro_batch * size)
+    fits = f"need at most {_MOST_MICRO_BATCHES * train.micro_batch * size} on {size} data ranks"
+    need(number <= _MOST_MICRO_BATCHES, "train.global_batch", train.global_batch, fits)
+    return number
 
 
 def memory_advice(config: Config) -> str:

@@ -37,6 +37,7 @@ def test_a_file_changes_what_it_names_and_nothing_else(base):
         ("steps", "expected key=value, as in train.steps=100"),
         ("=3", "expected key=value"),
         ("train.steps=[", "not valid YAML after the '='"),
+        ("train.steps=" + "[" * 60, "nested more than 50 deep, need less"),
         ("data.train[0].weight=2", "train has 0 items, need the index of one of them"),
         ("optimizer.betas[2]=0.5", "betas has 2 items, need the index of one of them"),
         ("data.train.x=2", "train has 0 items"),
@@ -159,6 +160,9 @@ def test_a_missing_parent_names_the_file_that_asked(write):
     [
         ("model: {layers: 2", "not valid YAML"),
         ("a: 1\na: 2", "not valid YAML: duplicate key a"),
+        ("[" * 10_000, "not valid YAML: nested more than 50 deep, need less"),
+        ("a: &a [*a]", "not valid YAML: the alias *a lies inside its own anchor"),
+        ("#" * (2**20 + 1), "not valid YAML: more than 1048576 bytes, need fewer"),
         ("- a\n- b", "a list or a single value, need keys and values at the top"),
         ("5", "a list or a single value, need keys and values at the top"),
         ("defaults: [a, b]", "defaults: ['a', 'b'], need the path of one file"),

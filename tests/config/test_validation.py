@@ -245,3 +245,25 @@ def test_a_file_is_blamed_for_what_is_wrong_in_it_and_an_override_for_the_rest(w
         assert refusal(load_config, path, overrides).startswith(f"{path}: model.head: 5, no such")
     long = write("b.yaml", "many words " * 100)
     assert len(refusal(load_config, long)) < 400
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("model.layers=1000000000", "model.layers: 1000000000, need at most 10000"),
+        ("model.hidden=1000000000", "model.hidden: 1000000000, need at most 1048576"),
+        ("model.vocab_size=1000000000", "model.vocab_size: 1000000000, need at most"),
+        ("model.moe={experts: 1000000000}", "model.moe.experts: 1000000000, need at most 65536"),
+        (
+            "model.attention.latent={rope_size: 1000000000}",
+            "model.attention.latent.rope_size: 1000000000, need at most 16384",
+        ),
+        (
+            "model.sequence_length=2000000000",
+            "train.micro_batch: 2, need at most 1 with model.sequence_length (2000000000)",
+        ),
+    ],
+)
+def test_sizes_that_could_only_be_built_in_hours_are_refused_at_once(base, override, reason):
+    chosen = ["train.micro_batch=2", override]
+    assert refusal(load_config, base, chosen).removeprefix(f"{base}: ").startswith(reason)

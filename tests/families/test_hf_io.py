@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from megafrontier.common.errors import UserError
 from megafrontier.families import hf_io
-from megafrontier.families.hf_io import export_model, import_model
+from megafrontier.families.hf_io import described_model, export_model, import_model
 from tests.families.conftest import (
     assert_same_logits,
     change_tensors,
@@ -136,3 +136,25 @@ def test_damaged_folders_are_refused_by_file(exported, tmp_path):
         import_model(exported)
     with pytest.raises(UserError, match=r"config.json: cannot read: No such file"):
         import_model(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("extra", "[" * 2000 + "]" * 2000, "not valid JSON: nested more than 50 deep, need less"),
+        ("extra", "[" * 60 + "]" * 60, "not valid JSON: nested more than 50 deep, need less"),
+        ("n_layer", "1000000000", "n_layer: 1000000000, need at most 10000"),
+        ("n_embd", "1000000000", "model.hidden: 1000000000, need at most 1048576"),
+        ("n_layer", "1.5", "n_layer: 1.5, need a whole number"),
+        ("n_layer", "NaN", "n_layer: nan, need a number"),
+        ("n_head", "0", "n_head: 0, need more than 0"),
+        ("vocab_size", "1e400", "vocab_size: inf, need a number"),
+    ],
+)
+def test_a_config_json_of_absurd_depth_or_sizes_is_refused_by_key(exported, key, value, reason):
+    path = exported / "config.json"
+    text = path.read_text().rstrip().removesuffix("}")
+    path.write_text(f'{text}, "{key}": {value}}}')
+    with pytest.raises(UserError) as caught:
+        described_model(exported)
+    assert str(caught.value) == f"{path}: {reason}"
