@@ -21,7 +21,7 @@ from typing import Any
 
 from megafrontier.launch.local import fork_ranks
 from megafrontier.probe.command import probe_command
-from scripts.benchmarks.slow_network.links import NIC, Links, Unable, links
+from scripts.benchmarks.shared.links import NIC, Links, Unable, links
 
 CLONE_NEWNET = 0x40000000
 PORT = "3442"

@@ -9,7 +9,7 @@ from megafrontier.parallel.hierarchy import Levels
 from megafrontier.probe.levels import cluster, surprises
 from megafrontier.probe.links import prime_levels
 from scripts.benchmarks.probing import probe_shaped
-from scripts.benchmarks.slow_network.links import Unable
+from scripts.benchmarks.shared.links import Unable
 
 GIGA = 1e9
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from scripts.benchmarks.slow_network.cluster import interrupted_by_signals
-from scripts.benchmarks.slow_network.links import NIC, Links, links
+from scripts.benchmarks.shared.cluster import interrupted_by_signals
+from scripts.benchmarks.shared.links import NIC, Links, links
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

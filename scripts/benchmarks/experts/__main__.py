@@ -15,8 +15,6 @@ stay. Needs root and iproute2.
 import argparse
 import json
 import statistics
-import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -34,12 +32,12 @@ from scripts.benchmarks.experts.routing import (
     uniform,
     worst,
 )
-from scripts.benchmarks.shared.measuring import at_least, code_version, cpu_name
-from scripts.benchmarks.slow_network.cluster import Cluster, JobFailed, interrupted_by_signals
-from scripts.benchmarks.slow_network.job import Job
-from scripts.benchmarks.slow_network.links import Unable, links
+from scripts.benchmarks.shared.cluster import Cluster, open_cluster
+from scripts.benchmarks.shared.inputs import PER_NODE
+from scripts.benchmarks.shared.job import Job
+from scripts.benchmarks.shared.measuring import at_least, code_version, cpu_name, make_parser
+from scripts.benchmarks.shared.tables import markdown
 
-PER_NODE = 4
 FLAT_OF_COMPUTE = 0.75
 FLAT_ROWS = 4.5
 """Of 6 experts on 4 nodes, those that are on another node, on average."""
@@ -76,9 +74,7 @@ class Row:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="experts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, "experts")
     parser.add_argument("out", type=Path)
     parser.add_argument("--slower", type=at_least(0.01, float), nargs="+", default=[1.0, 16.0])
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=ROUTINGS)
@@ -134,11 +130,16 @@ class Bench:
             "hidden": str(s.hidden),
             "compute": str(s.compute),
         }
-        module = "scripts.benchmarks.experts.ranks"
-        job = Job("", str(self._config), (), 0, s.steps, 1, "", 0, "", 0.0, options, module)
+        job = Job(
+            "scripts.benchmarks.experts.ranks:run",
+            str(self._config),
+            steps=s.steps,
+            options=options,
+        )
         answers = self._cluster.answers(job, NODES, TIMEOUT_SECONDS)
         steps = [max(seconds) for seconds in zip(*(a["seconds"] for a in answers), strict=True)]
         nodes = [answer["nic_bytes"] for answer in answers[::PER_NODE]]
+        rows = rows_leaving(chosen, method != "flat")
         return Row(
             name,
             method,
@@ -146,11 +147,7 @@ class Bench:
             imbalance(chosen, NODES * PER_NODE),
             statistics.median(steps),
             statistics.mean(nodes) / s.steps,
-            rows_leaving(chosen, method != "flat")
-            * PER_NODE
-            * s.tokens
-            * WAYS
-            * self._width(method),
+            rows * PER_NODE * s.tokens * WAYS * self._width(method),
         )
 
     def _width(self, method: str) -> int:
@@ -161,20 +158,17 @@ class Bench:
 
 def table(rows: list[Row]) -> str:
     """Rows of a routing and a rate beside the flat one of these."""
-    lines = [
-        "| routing (fullest rank / average) | link | method | MB a node sends | fewer | s a step | "
-        "speed |",
-        "|---|---|---|---:|---:|---:|---:|",
-    ]
     flat = {(row.routing, row.slower): row for row in rows if row.method == "flat"}
+    head = ["routing (fullest rank / average)", "link", "method"]
+    head += ["MB a node sends", "fewer", "s a step", "speed"]
+    lines = []
     for row in rows:
         base = flat[row.routing, row.slower]
-        lines.append(
-            f"| {row.routing} ({row.imbalance:.1f}) | {row.slower:g} × slower | {row.method} | "
-            f"{row.node_bytes / 1e6:.1f} | {base.node_bytes / row.node_bytes:.2f} × | "
-            f"{row.seconds:.2f} | {base.seconds / row.seconds:.2f} × |"
-        )
-    return "\n".join(lines) + "\n"
+        cells = [f"{row.routing} ({row.imbalance:.1f})", f"{row.slower:g} × slower", row.method]
+        cells += [f"{row.node_bytes / 1e6:.1f}", f"{base.node_bytes / row.node_bytes:.2f} ×"]
+        cells += [f"{row.seconds:.2f}", f"{base.seconds / row.seconds:.2f} ×"]
+        lines.append(cells)
+    return markdown(head, lines, text_columns=3) + "\n"
 
 
 def kept_rows(out: Path) -> dict[tuple[str, str, float], Row]:
@@ -193,33 +187,23 @@ def write(out: Path, rows: list[Row]) -> None:
     write_atomically(out / "table.md", table(rows))
 
 
-def main() -> int:
+def main() -> None:
     """Measure, write the results after each row, print the table."""
     settings = parse()
     torch.set_num_threads(1)
     settings.out.mkdir(parents=True, exist_ok=True)
     rows = kept_rows(settings.out)
-    try:
-        with (
-            interrupted_by_signals(),
-            tempfile.TemporaryDirectory(prefix="slow-network-") as folder,
-            links(NODES) as made,
-            Cluster(made, PER_NODE, Path(folder)) as cluster,
-        ):
-            bench = Bench(cluster, Path(folder), settings)
-            found = routings(NODES * PER_NODE * settings.tokens, settings.out)
-            for slower in settings.slower:
-                for name, method in product(settings.routings, METHODS):
-                    row = bench.row(name, found[name], method, slower)
-                    print(row, flush=True)
-                    rows[name, method, slower] = row
-                    write(settings.out, list(rows.values()))
-    except (Unable, JobFailed) as error:
-        print(f"experts: {error}", file=sys.stderr)
-        return 2
+    with open_cluster("experts", NODES, PER_NODE) as (cluster, folder):
+        bench = Bench(cluster, folder, settings)
+        found = routings(NODES * PER_NODE * settings.tokens, settings.out)
+        for slower in settings.slower:
+            for name, method in product(settings.routings, METHODS):
+                row = bench.row(name, found[name], method, slower)
+                print(row, flush=True)
+                rows[name, method, slower] = row
+                write(settings.out, list(rows.values()))
     print(table(list(rows.values())))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

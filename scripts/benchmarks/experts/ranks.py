@@ -21,8 +21,8 @@ from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition import Engine
 from megafrontier.splits.experts import ExpertGroup
 from scripts.benchmarks.experts.routing import ACTIVE, EXPERTS
-from scripts.benchmarks.slow_network.job import Job
-from scripts.benchmarks.slow_network.links import sent
+from scripts.benchmarks.shared.job import Job
+from scripts.benchmarks.shared.links import sent
 
 FFN_HIDDEN = 8
 """Computing is waited for instead: the cores are there for what sends."""
@@ -34,10 +34,6 @@ class Answer:
 
     seconds: list[float]
     nic_bytes: int
-
-
-def prepare(_job: Job) -> None:
-    """Nothing is to be imported before ranks are forked."""
 
 
 def run(job: Job) -> Answer:

@@ -29,16 +29,8 @@ import torch
 from megafrontier.model.flops import flops_per_token, parameter_count
 from scripts.benchmarks.one_device.setting import PRESETS, Setting, write_corpus
 from scripts.benchmarks.shared.measuring import at_least
-from scripts.benchmarks.shared.rounds import (
-    Results,
-    Task,
-    add_options,
-    gib,
-    markdown,
-    measure,
-    middle_of,
-    spread,
-)
+from scripts.benchmarks.shared.rounds import Results, Task, add_options, measure
+from scripts.benchmarks.shared.tables import gib, markdown, middle_of, spread
 
 FOLDER = "scripts.benchmarks.one_device"
 

@@ -37,16 +37,8 @@ from scripts.benchmarks.one_device.setting import (
 )
 from scripts.benchmarks.shared.child import Clock, Finished, Unable, device
 from scripts.benchmarks.shared.measuring import at_least
-from scripts.benchmarks.shared.rounds import (
-    Results,
-    Task,
-    add_options,
-    gib,
-    markdown,
-    measure,
-    middle_of,
-    spread,
-)
+from scripts.benchmarks.shared.rounds import Results, Task, add_options, measure
+from scripts.benchmarks.shared.tables import gib, markdown, middle_of, spread
 
 MODULE = "scripts.benchmarks.one_device.offload"
 ON_GPU = torch.cuda.is_available()

@@ -51,15 +51,8 @@ from scripts.benchmarks.one_device.ours import ours
 from scripts.benchmarks.one_device.setting import PRESETS, Setting, write_corpus
 from scripts.benchmarks.shared.child import Unable, device, repeat
 from scripts.benchmarks.shared.measuring import at_least
-from scripts.benchmarks.shared.rounds import (
-    Results,
-    Task,
-    add_options,
-    chosen,
-    markdown,
-    measure,
-    spread,
-)
+from scripts.benchmarks.shared.rounds import Results, Task, add_options, chosen, measure
+from scripts.benchmarks.shared.tables import markdown, spread
 
 MODULE = "scripts.benchmarks.one_device.parts"
 

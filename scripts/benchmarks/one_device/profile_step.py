@@ -31,7 +31,8 @@ from scripts.benchmarks.one_device.ours import our_config
 from scripts.benchmarks.one_device.setting import PRESETS, Setting, write_corpus
 from scripts.benchmarks.shared.child import Clock, Finished, synchronise
 from scripts.benchmarks.shared.measuring import at_least
-from scripts.benchmarks.shared.rounds import Results, Task, add_options, markdown, measure, spread
+from scripts.benchmarks.shared.rounds import Results, Task, add_options, measure
+from scripts.benchmarks.shared.tables import markdown, spread
 
 PROFILED = 3
 """Steps under the profiler."""

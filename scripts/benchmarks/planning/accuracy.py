@@ -5,7 +5,7 @@
     python -m scripts.benchmarks.planning.accuracy OUT [--results slow_network/results.json]
 
 4 nodes of 4 ranks share the machine's cores; a block waits as if a device computed 0.3 s for its
-forward and twice that for its backward (slow_network/device.py). `--measure` probes the node's
+forward and twice that for its backward (shared/device.py). `--measure` probes the node's
 links and one rank's device once, and the network at each rate, and adds rows to OUT/measured.json.
 Without it, the same machine is simulated, and a table of all rows is printed; with `--results`, of
 the rows that slow_network measured on all nodes. Measuring needs root, and quiet cores.
@@ -26,15 +26,18 @@ from megafrontier.planner.simulation.meter import running_meter
 from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import Trainer
-from scripts.benchmarks.slow_network.__main__ import STRATEGIES, write_inputs
-from scripts.benchmarks.slow_network.cluster import Cluster, interrupted_by_signals
-from scripts.benchmarks.slow_network.device import occupy
-from scripts.benchmarks.slow_network.job import Answer, Job, median_step
-from scripts.benchmarks.slow_network.links import links
+from scripts.benchmarks.shared.cluster import open_cluster
+from scripts.benchmarks.shared.device import occupy
+from scripts.benchmarks.shared.inputs import PER_NODE, write_inputs
+from scripts.benchmarks.shared.job import Job, median_step, others_cores
+from scripts.benchmarks.shared.measuring import make_parser
+from scripts.benchmarks.shared.tables import markdown
+from scripts.benchmarks.slow_network.__main__ import OURS, STRATEGIES
 
-NODES, PER_NODE = 4, 4
+NODES = 4
 FAST, LONG = 1e9, 2**22
 """Bytes a second and bytes of a message with which the links within a node are probed."""
+TIMEOUT_SECONDS = 240.0
 PROBE_SECONDS = 1.5
 """Of a message over the network."""
 FULL_RATE = 5.9e6
@@ -44,7 +47,7 @@ BLOCK_SECONDS = 0.3
 SETTING = ("model.layers=8", "model.sequence_length=64", "train.micro_batch=1")
 FULL = "partition.overlap=full"
 ROWS: dict[str, tuple[str, ...]] = {
-    each.name: (*each.overrides, FULL) for each in STRATEGIES if each.kind == "ours"
+    each.name: (*each.overrides, FULL) for each in STRATEGIES if each.function == OURS
 } | {
     "topo exact, overlap none": ("partition.strategy=topo", "partition.overlap=none"),
     "topo exact, overlap safe": ("partition.strategy=topo", "partition.overlap=safe"),
@@ -75,37 +78,30 @@ class Measured:
         self._path.write_text(json.dumps(self.found, indent=1))
 
 
-def measure(measured: Measured, settings: argparse.Namespace) -> None:
+def measure(measured: Measured, s: argparse.Namespace) -> None:
     """Add the probe and the rows of each rate."""
-    with (
-        interrupted_by_signals(),
-        tempfile.TemporaryDirectory(prefix="accuracy-") as folder,
-        links(NODES) as made,
-        Cluster(made, PER_NODE, Path(folder)) as cluster,
-    ):
-        config = str(write_inputs(Path(folder)))
+    with open_cluster("accuracy", NODES, PER_NODE) as (cluster, folder):
+        config = write_inputs(folder)
 
-        def job(overrides: tuple[str, ...], module: str = Job.module, **options: str) -> Job:
-            return Job("ours", config, overrides, 0, settings.steps, 1, "", 0, "", BLOCK_SECONDS,
-                       options, module)  # fmt: skip
-
-        def probe(rate: float, size: float) -> list[dict[str, Any]]:
-            made.shape(rate)
-            module = "scripts.benchmarks.planning.probing"
-            return cluster.answers(job(SETTING, module, bytes=str(int(size))), NODES, 240)
+        def probe(rate: float, size: float) -> dict[str, Any]:
+            cluster.links.shape(rate)
+            options = {"bytes": str(int(size))}
+            job = Job("scripts.benchmarks.planning.probing:run", config, SETTING, options=options)
+            return machine_of(cluster.answers(job, NODES, TIMEOUT_SECONDS))
 
         if "local" not in measured.found:
-            measured.found["local"] = machine_of(probe(FAST, LONG))
+            measured.found["local"] = probe(FAST, LONG)
             measured.write()
-        for slower in settings.slower:
+        for slower in s.slower:
             rate = FULL_RATE / slower
-            found = machine_of(probe(rate, rate / PER_NODE * PROBE_SECONDS))
+            world = probe(rate, rate / PER_NODE * PROBE_SECONDS)["levels"]["world"]
             local = measured.found["local"]
-            levels = local["levels"] | {"world": found["levels"]["world"]}
-            measured.found["machines"][f"{slower:g}"] = {**local, "levels": levels}
-            for accumulation, name in product(settings.accumulation, settings.rows):
+            machine = {**local, "levels": local["levels"] | {"world": world}}
+            measured.found["machines"][f"{slower:g}"] = machine
+            for accumulation, name in product(s.accumulation, s.rows):
                 overrides = overrides_of(name, accumulation)
-                answers = cluster.run(job(overrides), NODES, 240)
+                job = Job(OURS, config, overrides, s.steps, block_seconds=BLOCK_SECONDS)
+                answers = cluster.run(job, NODES, TIMEOUT_SECONDS)
                 seconds = median_step(answers)
                 row = {"name": name, "slower": slower, "accumulation": accumulation}
                 known = measured.found["rows"]
@@ -135,19 +131,12 @@ def machine_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
     return {"levels": levels, "device": {"name": "cpu"} | answers[0]["device"]}
 
 
-def others_cores(answers: list[Answer]) -> float:
-    """Cores that other processes kept busy meanwhile."""
-    first = answers[0]
-    span = first.ends[-1] - first.begins[0]
-    return (first.machine_cpu_seconds - sum(a.cpu_seconds for a in answers)) / span
-
-
 def recorded(path: Path, local: dict[str, Any]) -> dict[str, Any]:
     """The rows of slow_network's results.json in the form of OUT/measured.json: `local` is what was
     probed there, and the network has the rate to which it was shaped."""
     results = json.loads(path.read_text())
     block, *setting = results["setting"]
-    names = {each.name: each.overrides for each in STRATEGIES if each.kind == "ours"}
+    names = {each.name: each.overrides for each in STRATEGIES if each.function == OURS}
     found: dict[str, Any] = {"machines": {}, "rows": []}
     for row in results["rows"]:
         name, _, policy = row["strategy"].removesuffix(" overlap").partition(", ")
@@ -184,28 +173,24 @@ def predict(row: dict[str, Any], machine: dict[str, Any], folder: Path) -> float
 
 def table(measured: dict[str, Any]) -> str:
     """All rows, and the mean and the worst error."""
-    lines = ["| row | links | micro-batches | measured, s | predicted, s | error |",
-             "|---|---:|---:|---:|---:|---:|"]  # fmt: skip
-    errors = []
+    head = ["row", "links", "micro-batches", "measured, s", "predicted, s", "error"]
+    rows, errors = [], []
     with tempfile.TemporaryDirectory() as folder:
         for row in measured["rows"]:
             seconds = predict(row, measured["machines"][f"{row['slower']:g}"], Path(folder))
             errors.append(seconds / row["seconds"] - 1)
-            lines.append(
-                f"| {row['name']} | {row['slower']:g} × | {row['accumulation']} | "
-                f"{row['seconds']:.2f} | {seconds:.2f} | {100 * errors[-1]:+.1f} % |"
-            )
-            print(lines[-1], flush=True)
+            cells = [row["name"], f"{row['slower']:g} ×", str(row["accumulation"])]
+            cells += [f"{row['seconds']:.2f}", f"{seconds:.2f}", f"{100 * errors[-1]:+.1f} %"]
+            print(f"| {' | '.join(cells)} |", flush=True)
+            rows.append(cells)
     mean = statistics.fmean(map(abs, errors))
-    lines.append(f"\nmean error {mean:.1%}, worst {max(map(abs, errors)):.1%}")
-    return "\n".join(lines)
+    worst = max(map(abs, errors))
+    return f"{markdown(head, rows)}\n\nmean error {mean:.1%}, worst {worst:.1%}"
 
 
 def main() -> None:
     """Measure, or predict and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--slower", type=float, nargs="+", default=[1.0, 16.0])

@@ -7,7 +7,7 @@ from megafrontier.config import load_config
 from megafrontier.launch.context import join_machine
 from megafrontier.probe.device import measure_device
 from megafrontier.probe.links import measure_collectives, measure_pairs
-from scripts.benchmarks.slow_network.job import Job
+from scripts.benchmarks.shared.job import Job
 
 
 @dataclass
@@ -16,10 +16,6 @@ class Probed:
 
     levels: dict[str, dict[str, tuple[float, float]]]
     device: dict[str, Any]
-
-
-def prepare(job: Job) -> None:
-    """As `slow_network.ranks.prepare`."""
 
 
 def run(job: Job) -> Probed:

@@ -8,7 +8,7 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
@@ -35,6 +35,12 @@ def use_packages() -> None:
     folder = os.environ.get(PACKAGES)
     if folder and folder not in sys.path:
         sys.path.append(folder)
+
+
+def make_parser(doc: str | None, program: str | None = None) -> argparse.ArgumentParser:
+    """A parser whose help shows a module's docstring as it is written."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=program, description=doc, formatter_class=form)
 
 
 def at_least(least: float, kind: type[int] | type[float] = int) -> Callable[[str], float]:
@@ -73,6 +79,17 @@ def code_version() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit.strip() + "+" * bool(changes.strip())
+
+
+def describe_cpu() -> dict[str, str | int]:
+    """What figures of ranks on this machine hold for."""
+    cores, kernel = len(os.sched_getaffinity(0)), platform.release()
+    return {"cpu": cpu_name(), "cores": cores, "kernel": kernel, "torch": torch.__version__}
+
+
+def listed(values: Mapping[str, object]) -> str:
+    """The values by name, in a line."""
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def cpu_name() -> str:

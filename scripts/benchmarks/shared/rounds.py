@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from scripts.benchmarks.shared.measuring import (
     at_least,
     code_version,
     cpu_name,
+    listed,
 )
 
 CHILD = "scripts.benchmarks.shared.child"
@@ -78,7 +78,7 @@ class Results:
         if self.path.is_file():
             saved = json.loads(self.path.read_text())
             if saved["machine"] != self.machine:
-                of = _listed(saved["machine"])
+                of = listed(saved["machine"])
                 raise UserError(f"{self.path}: of another machine, {of}; need another OUT")
             if saved.get("benchmark", BENCHMARK) != BENCHMARK:
                 raise UserError(f"{self.path}: of {saved['benchmark']}.py; need another OUT")
@@ -285,33 +285,4 @@ def _show(turn: Measurement) -> None:
 
 def _machine_line(results: Results) -> str:
     versions = ", ".join(sorted({turn.version for turn in results.turns}))
-    return f"{_listed(results.machine)}, commit {versions}"
-
-
-def _listed(values: dict[str, str]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table, its first column text and the others numbers."""
-    lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
-    lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
-    return "\n".join(lines)
-
-
-def spread(values: Sequence[float], form: str = ",.0f") -> str:
-    """Median, smallest and largest."""
-    if not values:
-        return ""
-    middle = f"{statistics.median(values):{form}}"
-    return f"{middle} ({min(values):{form}} – {max(values):{form}})"
-
-
-def middle_of(values: Sequence[float], form: str) -> str:
-    """The median, or nothing where there are none."""
-    return f"{statistics.median(values):{form}}" if values else ""
-
-
-def gib(values: Sequence[float]) -> str:
-    """The median of bytes, in GiB."""
-    return middle_of([value / 2**30 for value in values], ".2f")
+    return f"{listed(results.machine)}, commit {versions}"

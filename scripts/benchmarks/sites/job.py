@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from scripts.benchmarks.shared.links import NIC, Links
 from scripts.benchmarks.shared.measuring import ROOT
-from scripts.benchmarks.slow_network.links import NIC, Links
 
 PORT = 7001
 PERIOD_SECONDS = 0.2

@@ -25,9 +25,9 @@ from megafrontier.checkpoint.folder import list_checkpoints
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import load_config
+from scripts.benchmarks.shared.links import Links, Unable, links
 from scripts.benchmarks.sites.__main__ import read
 from scripts.benchmarks.sites.job import PORT, Job
-from scripts.benchmarks.slow_network.links import Links, Unable, links
 
 KINDS = ("kill", "stop", "cut", "slow")
 LONGEST_BLOW = 6.0

@@ -15,7 +15,7 @@ a long comparison may be made in several sittings.
 On two cores 16 ranks compute slowly, and what sends takes the cores from what computes. With
 `--block-seconds 0.1 model.layers=8 model.sequence_length=64 train.micro_batch=1` a block waits as
 if a device computed 0.1 seconds for its forward and twice that for its backward
-(slow_network_device.py), and the cores are there for the engine alone.
+(shared/device.py), and the cores are there for the engine alone.
 
 DeepSpeed is looked for in DIR, made without another torch by
 
@@ -27,36 +27,32 @@ Needs root and Debian's iproute2; removes its namespaces and processes when it e
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
-import tempfile
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from megafrontier.common.arguments import split_overrides
-from megafrontier.common.errors import UserError
+from megafrontier.common.errors import UserError, exit_on_fatal_error
 from megafrontier.common.files import write_atomically
-from megafrontier.config import PartitionConfig, load_config
-from megafrontier.data.corpus.writer import CorpusWriter
+from megafrontier.config import load_config
 from megafrontier.training.preview import check_training
-from scripts.benchmarks.shared.measuring import PACKAGES, at_least, code_version, cpu_name
-from scripts.benchmarks.slow_network import deepspeed_zero
-from scripts.benchmarks.slow_network.cluster import (
-    Cluster,
-    JobFailed,
-    interrupted_by_signals,
-    wait_for_quiet,
+from scripts.benchmarks.shared.cluster import Cluster, JobFailed, open_cluster, wait_for_quiet
+from scripts.benchmarks.shared.inputs import PER_NODE, write_inputs
+from scripts.benchmarks.shared.job import Answer, Job
+from scripts.benchmarks.shared.measuring import (
+    PACKAGES,
+    at_least,
+    code_version,
+    describe_cpu,
+    listed,
+    make_parser,
 )
-from scripts.benchmarks.slow_network.job import Answer, Job
-from scripts.benchmarks.slow_network.links import Unable, links
+from scripts.benchmarks.slow_network import deepspeed_zero
 from scripts.benchmarks.slow_network.report import ALONE, Row, load, row_of, write_report
 
-PER_NODE = 4
 PASS_OF_COMPUTE = 0.12
 """Seconds of one pass of all weights into a node over seconds of a micro-step's compute: 41 GB
 through 100 GB/s, and 2048 tokens (6 FLOPs a parameter) at 75 TF/s on each GCD."""
@@ -64,15 +60,9 @@ TIMEOUT_SECONDS = 600.0
 OVERLAPS = ("none", "safe", "full")
 QUIET_CORES, PATIENCE_SECONDS = 0.2, 30.0
 """A row that others disturbed by more cores than these is measured again."""
-
-CONFIG = """
-run: {{name: slow-network, directory: {folder}/run}}
-model: {{layers: 4, hidden: 160, heads: 4, sequence_length: 512, vocab_size: 257}}
-tokenizer: bytes
-data: {{train: [{{path: {folder}/corpus}}], split: [1.0, 0.0]}}
-train: {{steps: 1000, micro_batch: 6, global_batch: "${{train.micro_batch}}", precision: bf16}}
-machine: {{levels: {{pair: {{size: 2}}, node: {{size: 2}}, world: {{}}}}, device: {{name: cpu}}}}
-"""
+OURS = "scripts.benchmarks.shared.ranks:ours"
+FSDP2 = "scripts.benchmarks.slow_network.fsdp2:fsdp2"
+DEEPSPEED = "scripts.benchmarks.slow_network.deepspeed_zero:deepspeed"
 
 
 @dataclass(frozen=True)
@@ -81,16 +71,16 @@ class Strategy:
 
     name: str
     overrides: tuple[str, ...] = ()
-    kind: str = "ours"
+    function: str = OURS
     options: dict[str, str] = field(default_factory=dict)
 
 
 STRATEGIES = (
-    Strategy(ALONE, kind="alone"),
-    Strategy("FSDP2 full", kind="fsdp2", options={"mode": "full"}),
-    Strategy("FSDP2 hybrid", kind="fsdp2", options={"mode": "hybrid"}),
-    Strategy("DeepSpeed ZeRO-3", kind="deepspeed", options={"mode": "zero3"}),
-    Strategy("DeepSpeed hpZ", kind="deepspeed", options={"mode": "hpz"}),
+    Strategy(ALONE, function="scripts.benchmarks.shared.ranks:alone"),
+    Strategy("FSDP2 full", function=FSDP2, options={"mode": "full"}),
+    Strategy("FSDP2 hybrid", function=FSDP2, options={"mode": "hybrid"}),
+    Strategy("DeepSpeed ZeRO-3", function=DEEPSPEED, options={"mode": "zero3"}),
+    Strategy("DeepSpeed hpZ", function=DEEPSPEED, options={"mode": "hpz"}),
     Strategy("zero3", ("partition.strategy=zero3",)),
     Strategy("hpz", ("partition.strategy=hpz",)),
     Strategy("hpz + zero++", ("partition.strategy=hpz", "partition.wires=zero++")),
@@ -100,48 +90,25 @@ STRATEGIES = (
 )
 
 
-def with_overlap(strategy: Strategy, policy: str) -> Strategy:
-    """One of the engine's strategies under an overlap policy."""
-    overrides = (*strategy.overrides, f"partition.overlap={policy}")
-    if policy == "none":
-        known = {f.name for f in fields(PartitionConfig)}
-        return Strategy(strategy.name, overrides if "overlap" in known else strategy.overrides)
-    return Strategy(f"{strategy.name}, {policy} overlap", overrides)
-
-
-def chosen(names: list[str] | None, policies: list[str]) -> list[Strategy]:
-    """The strategies asked for under each policy; computing alone is always one of them."""
+def chosen(names: list[str] | None, policies: Sequence[str]) -> list[Strategy]:
+    """The strategies asked for, ours under each overlap policy; computing alone is always one."""
     found = []
     for strategy in STRATEGIES:
         if names and strategy.name not in (*names, ALONE):
             continue
-        if strategy.kind == "ours":
-            found += [with_overlap(strategy, policy) for policy in policies]
-        else:
+        if strategy.function != OURS:
             found.append(strategy)
+            continue
+        for policy in policies:
+            name = strategy.name if policy == "none" else f"{strategy.name}, {policy} overlap"
+            found.append(Strategy(name, (*strategy.overrides, f"partition.overlap={policy}")))
     return found
-
-
-# What is trained
-
-
-def write_inputs(folder: Path) -> Path:
-    """A corpus of seeded random walks over bytes, and the config that trains on it; its path."""
-    rng = np.random.default_rng(0)
-    tokens = np.cumsum(rng.integers(-3, 4, 2**20)) % 256
-    with CorpusWriter(folder / "corpus", np.dtype(np.uint16)) as corpus:
-        corpus.data.write(tokens.astype(np.uint16).tobytes())
-        corpus.index.add(np.array([len(tokens)], np.int32), np.array([1]))
-        corpus.publish()
-    path = folder / "config.yaml"
-    path.write_text(CONFIG.format(folder=folder))
-    return path
 
 
 class Bench:
     """Jobs on a cluster with the settings of one run of this script."""
 
-    def __init__(self, cluster: Cluster, config: Path, settings: argparse.Namespace) -> None:
+    def __init__(self, cluster: Cluster, config: str, settings: argparse.Namespace) -> None:
         self._cluster, self._config, self._settings = cluster, config, settings
         self._slower, self._version = 1.0, code_version()
 
@@ -157,8 +124,8 @@ class Bench:
     def refusal(self, strategy: Strategy, nodes: int, accumulation: int) -> str | None:
         """Why a row cannot be, in the program's own words."""
         try:
-            if strategy.kind == "deepspeed":
-                deepspeed_zero.load()
+            if strategy.function == DEEPSPEED:
+                deepspeed_zero.prepare()
             config = load_config(self._config, self.overrides(strategy, nodes, accumulation))
             check_training(config, nodes * PER_NODE)
         except (UserError, ImportError) as error:
@@ -167,18 +134,15 @@ class Bench:
 
     def run(self, strategy: Strategy, nodes: int, accumulation: int, steps: int) -> list[Answer]:
         """Every rank's answer. Raises JobFailed."""
+        s = self._settings
         job = Job(
-            strategy.kind,
-            str(self._config),
+            strategy.function,
+            self._config,
             self.overrides(strategy, nodes, accumulation),
-            ranks=0,
-            steps=steps,
-            warmup=self._settings.warmup,
-            address="",
-            port=0,
-            folder="",
-            block_seconds=self._settings.block_seconds,
-            options=strategy.options | self._trace(strategy, nodes, accumulation),
+            steps,
+            s.warmup,
+            s.block_seconds,
+            strategy.options | self._trace(strategy, nodes, accumulation),
         )
         return self._cluster.run(job, nodes, TIMEOUT_SECONDS)
 
@@ -255,7 +219,7 @@ class Results:
 
     def __init__(self, out: Path, setting: list[str]) -> None:
         """`setting` are the overrides of all rows. Raises UserError where the folder has others."""
-        self._out, self._setting = out, setting
+        self._out, self._about = out, {"machine": describe_cpu(), "setting": setting}
         self._rows: list[Row] = []
         path = out / "results.json"
         if path.is_file():
@@ -263,8 +227,8 @@ class Results:
             if there["setting"] != setting:
                 of = " ".join(there["setting"]) or "no overrides"
                 raise UserError(f"{path}: of {of}; need another OUT")
-            if there["machine"] != machine():
-                of = ", ".join(f"{key} {value}" for key, value in there["machine"].items())
+            if there["machine"] != self._about["machine"]:
+                of = listed(there["machine"])
                 raise UserError(f"{path}: of another machine, {of}; need another OUT")
             self._rows = list(load(out)[1].rows)
 
@@ -272,25 +236,14 @@ class Results:
         """Put rows that are compared with each other in place of those of the same group."""
         kept = [row for row in self._rows if row.group != group[0].group]
         self._rows = sorted([*kept, *group], key=lambda row: row.group)
-        rows = [asdict(row) for row in self._rows]
-        found = {"machine": machine(), "setting": self._setting, "rows": rows}
+        found = self._about | {"rows": [asdict(row) for row in self._rows]}
         write_atomically(self._out / "results.json", json.dumps(found, indent=1))
         write_report(self._out)
 
 
-def machine() -> dict[str, str | int]:
-    """What the numbers were measured on."""
-    cores, kernel = len(os.sched_getaffinity(0)), platform.release()
-    return {"cpu": cpu_name(), "cores": cores, "kernel": kernel, "torch": torch.__version__}
-
-
 def parse() -> argparse.Namespace:
     """The command line; `--quick` sets what is not given."""
-    parser = argparse.ArgumentParser(
-        prog="slow_network",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__, "slow_network")
     parser.add_argument("out", type=Path)
     parser.add_argument("config", nargs="*", metavar="key=value")
     parser.add_argument("--quick", action="store_true", help="a few minutes, 1 and 4 nodes")
@@ -329,34 +282,23 @@ def parse() -> argparse.Namespace:
     return found
 
 
-def main() -> int:
+def main() -> None:
     """Measure, write the report, print the table."""
-    settings = parse()
-    if settings.packages is not None:
-        os.environ[PACKAGES] = str(settings.packages.resolve())
-    strategies = chosen(settings.strategies, settings.overlap)
-    settings.out.mkdir(parents=True, exist_ok=True)
-    try:
-        results = Results(settings.out, settings.setting)
-        with (
-            interrupted_by_signals(),
-            tempfile.TemporaryDirectory(prefix="slow-network-") as folder,
-            links(max(settings.nodes)) as made,
-            Cluster(made, PER_NODE, Path(folder)) as cluster,
-        ):
-            Bench(cluster, write_inputs(Path(folder)), settings).measure(strategies, results)
-    except (Unable, UserError) as error:
-        print(f"slow_network: {error}", file=sys.stderr)
-        return 2
-    except JobFailed as error:  # of the turn that the links' rate follows from
-        print(f"{error}\nslow_network: {ALONE} failed, as said above", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("slow_network: interrupted, all is cleaned up", file=sys.stderr)
-        return 130
-    print((settings.out / "table.md").read_text())
-    return 0
+    s = parse()
+    if s.packages is not None:
+        os.environ[PACKAGES] = str(s.packages.resolve())
+    strategies = chosen(s.strategies, s.overlap)
+    s.out.mkdir(parents=True, exist_ok=True)
+    with exit_on_fatal_error("slow_network"):
+        results = Results(s.out, s.setting)
+    with open_cluster("slow_network", max(s.nodes), PER_NODE) as (cluster, folder):
+        try:
+            Bench(cluster, write_inputs(folder), s).measure(strategies, results)
+        except JobFailed as error:  # of the turn that the links' rate follows from
+            print(f"{error}\nslow_network: {ALONE} failed, as said above", file=sys.stderr)
+            raise SystemExit(1) from error
+    print((s.out / "table.md").read_text())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,8 +1,9 @@
 """The bars of the slow network: ratios within one run, reached or missed, and by how much."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from scripts.benchmarks.shared.tables import markdown
 from scripts.benchmarks.slow_network.report import ALONE, Figures, Row
 
 POLICIES = ("full", "safe")
@@ -22,43 +23,71 @@ class Bar:
     limit: float | None
     least: bool = True
 
-    @property
-    def reached(self) -> bool:
-        """Whether the limit, if any, is kept."""
-        if self.limit is None:
-            return True
-        return self.value >= self.limit if self.least else self.value <= self.limit
-
-    def line(self) -> str:
+    def cells(self) -> list[str]:
         """A line of the table."""
         if self.limit is None:
-            return f"| {self.what} | {self.value:.3f} | – | |"
-        sign = "≥" if self.least else "≤"
+            return [self.what, f"{self.value:.3f}", "–", ""]
+        is_reached = self.value >= self.limit if self.least else self.value <= self.limit
         short = abs(self.value / self.limit - 1) * 100
-        word = "reached" if self.reached else f"missed by {short:.1f} %"
-        return f"| {self.what} | {self.value:.3f} | {sign} {self.limit:g} | {word} |"
+        word = "reached" if is_reached else f"missed by {short:.1f} %"
+        return [
+            self.what,
+            f"{self.value:.3f}",
+            f"{'≥' if self.least else '≤'} {self.limit:g}",
+            word,
+        ]
 
 
 def bars(figures: Figures) -> str:
     """Markdown of every bar for which there are rows."""
-    lines = ["### Bars\n", "| ratio | measured | bar | |", "|---|---:|---:|---|"]
-    lines += [bar.line() for bar in all_bars(figures)]
-    return "\n".join(lines)
+    body = markdown(["ratio", "measured", "bar", ""], (bar.cells() for bar in all_bars(figures)))
+    return f"### Bars\n\n{body}"
 
 
 def all_bars(figures: Figures) -> Iterator[Bar]:
-    """In the order of the issue."""
+    """In the order of the document."""
     multi = [row for row in figures.rows if row.nodes > 1 and not row.skipped]
     if not multi:
         return
     nodes = max(r.nodes for r in multi)
     for group in sorted({r.group for r in multi if r.nodes == nodes}, key=lambda g: (-g[2], g[1])):
         yield from _speed(figures, *group)
-    yield from _against_hybrid(figures, multi)
-    yield from _memory(figures)
+    for exact, hybrid in _beside_hybrid(figures, multi):
+        times = hybrid.median_seconds / exact.median_seconds
+        yield Bar(f"topo exact over FSDP2 hybrid: {_where(hybrid)}", times, 1.0)
+    yield from _worst(
+        (
+            (exact.memory_bytes / hybrid.memory_bytes, hybrid)
+            for exact, hybrid in _beside_hybrid(figures, figures.rows)
+            if hybrid.memory_bytes
+        ),
+        lambda row: f"peak memory of topo exact over FSDP2 hybrid's, worst ({_where(row)})",
+        1.0,
+    )
     yield from _efficiency(figures, nodes)
-    yield from _bytes(multi)
-    yield from _overlap(figures, multi)
+    yield from _worst(
+        ((abs(row.excess or 0.0), row) for row in multi if row.ledger_bytes and row.excess),
+        lambda row: (
+            "NIC bytes without protocol off the formula, worst of ours "
+            f"({row.strategy}, {row.nodes} nodes, accumulation {row.accumulation})"
+        ),
+        0.03,
+    )
+    yield from _worst(
+        ((figures.over_bound(r), r) for r in multi if r.strategy.endswith("full overlap")),
+        lambda row: f"step over its bound, worst with full overlap ({row.strategy}, {_where(row)})",
+        1.15,
+    )
+
+
+def _worst(
+    pairs: Iterable[tuple[float | None, Row]], what: Callable[[Row], str], limit: float
+) -> Iterator[Bar]:
+    """The largest value, which has to keep within the limit."""
+    known = [(value, row) for value, row in pairs if value is not None]
+    if known:
+        value, row = max(known, key=lambda pair: pair[0])
+        yield Bar(what(row), value, limit, least=False)
 
 
 def best(figures: Figures, name: str, nodes: int, slower: float, accumulation: int) -> Row | None:
@@ -70,13 +99,6 @@ def best(figures: Figures, name: str, nodes: int, slower: float, accumulation: i
     return None
 
 
-def _times(fast: Row | None, slow: Row | None) -> float | None:
-    """How many times faster `fast` is."""
-    if fast is None or slow is None:
-        return None
-    return slow.median_seconds / fast.median_seconds
-
-
 def _speed(figures: Figures, nodes: int, slower: float, accumulation: int) -> Iterator[Bar]:
     where = f"{nodes} nodes, {slower:g} × slower, accumulation {accumulation}"
     key = (nodes, slower, accumulation)
@@ -84,15 +106,16 @@ def _speed(figures: Figures, nodes: int, slower: float, accumulation: int) -> It
     limits = (("hpz + zero++", 4, 1.71), ("zero3", 4, 2.40), ("FSDP2 hybrid", 1, 1.5))
     for name, at, limit in limits:
         rival = best(figures, name, *key)
-        times = _times(low, rival)
-        if times is None or rival is None:
+        if low is None or rival is None:
             continue
+        times = rival.median_seconds / low.median_seconds
         asked = accumulation == at and _communication_dominates(figures, rival)
         yield Bar(f"topo low over {name}: {where}", times, limit if asked else None)
-    times = _times(low, alone)
-    if times is not None and accumulation == 4:
-        limit = 1.15 if slower == SLOWEST_ASKED else None
-        yield Bar(f"topo low step over computing alone: {where}", 1 / times, limit, least=False)
+    if low is not None and alone is not None and accumulation == 4:
+        value, most = low.median_seconds / alone.median_seconds, 1.15
+        asked = slower == SLOWEST_ASKED
+        what = f"topo low step over computing alone: {where}"
+        yield Bar(what, value, most if asked else None, least=False)
 
 
 def _communication_dominates(figures: Figures, rival: Row) -> bool:
@@ -109,24 +132,6 @@ def _beside_hybrid(figures: Figures, rows: Iterable[Row]) -> Iterator[tuple[Row,
             yield exact, row
 
 
-def _against_hybrid(figures: Figures, rows: Iterable[Row]) -> Iterator[Bar]:
-    for exact, hybrid in _beside_hybrid(figures, rows):
-        times = hybrid.median_seconds / exact.median_seconds
-        yield Bar(f"topo exact over FSDP2 hybrid: {_where(hybrid)}", times, 1.0)
-
-
-def _memory(figures: Figures) -> Iterator[Bar]:
-    found = [
-        (exact.memory_bytes / hybrid.memory_bytes, hybrid)
-        for exact, hybrid in _beside_hybrid(figures, figures.rows)
-        if hybrid.memory_bytes
-    ]
-    if found:
-        value, row = max(found, key=lambda pair: pair[0])
-        what = f"peak memory of topo exact over FSDP2 hybrid's, worst ({_where(row)})"
-        yield Bar(what, value, 1.0, least=False)
-
-
 def _where(row: Row) -> str:
     return f"{row.nodes} nodes, {row.slower:g} ×, accumulation {row.accumulation}"
 
@@ -139,21 +144,3 @@ def _efficiency(figures: Figures, nodes: int) -> Iterator[Bar]:
             if row is not None and value is not None:
                 where = f"1 to {nodes} nodes, accumulation {accumulation}"
                 yield Bar(f"scaling efficiency of {row.strategy}: {where}", value, 0.94)
-
-
-def _bytes(rows: Iterable[Row]) -> Iterator[Bar]:
-    off = [(abs(r.excess), r) for r in rows if r.ledger_bytes is not None and r.excess is not None]
-    if off:
-        value, row = max(off, key=lambda pair: pair[0])
-        where = f"{row.strategy}, {row.nodes} nodes, accumulation {row.accumulation}"
-        what = f"NIC bytes without protocol off the formula, worst of ours ({where})"
-        yield Bar(what, value, 0.03, least=False)
-
-
-def _overlap(figures: Figures, rows: Iterable[Row]) -> Iterator[Bar]:
-    full = [(figures.over_bound(r), r) for r in rows if r.strategy.endswith("full overlap")]
-    known = [(value, row) for value, row in full if value is not None]
-    if known:
-        value, row = max(known, key=lambda pair: pair[0])
-        what = f"step over its bound, worst with full overlap ({row.strategy}, {_where(row)})"
-        yield Bar(what, value, 1.15, least=False)

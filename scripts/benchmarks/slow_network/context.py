@@ -4,30 +4,26 @@
 
 Each contender trains the same block on the same rows of Python's own library: forward and backward,
 without the gradients of weights. "needed" is parallel.context. "all-gather" cuts the row zig-zag,
-whatever the documents, and gathers all keys and values. "ring" passes them round, forward only.
-Rounds of the contenders take turns, and the shortest counts. Needs root, as `links.py` does.
+whatever the documents, and gathers all keys and values. Rounds of the contenders take turns, and
+the shortest counts. Needs root and Debian's iproute2.
 
 torch's own `context_parallel` is not among them, because it does not run on CPUs: torch 2.13 has no
 sharding strategy for `aten._scaled_dot_product_flash_attention_for_cpu`.
 """
 
-import argparse
-import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megafrontier.config import ModelConfig
@@ -37,20 +33,18 @@ from megafrontier.model.block import Block
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice
 from megafrontier.model.kernels.chunks import Part, chunk_attention
-from megafrontier.model.kernels.varlen import attend_pair
 from megafrontier.parallel.env import identify
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import Mesh, MeshShape, Splits
 from megafrontier.partition import Engine, Placement, shard
-from megafrontier.splits import documents as shares
 from megafrontier.splits.context import ContextSplit
 from megafrontier.splits.tokens import TokenGroup
-from scripts.benchmarks.slow_network.links import links
+from scripts.benchmarks.shared.cluster import open_cluster
+from scripts.benchmarks.shared.job import Job
+from scripts.benchmarks.shared.measuring import at_least, make_parser
 
-MODULE = "scripts.benchmarks.slow_network.context"
-NODES, LENGTH, PORT = 4, 8192, 29_531
+NODES, LENGTH, TIMEOUT_SECONDS = 4, 8192, 3600.0
 MODEL: dict[str, Any] = {"layers": 1, "hidden": 64, "heads": 2, "kv_heads": 2, "vocab_size": 256}
-Parts = Sequence[shares.Part]
 
 
 class AllGather(ContextSplit):
@@ -104,58 +98,6 @@ class AllGather(ContextSplit):
         return lambda: self.group.wait(chain).float().view(-1, *heads.shape[1:])
 
 
-class Ring:
-    """Forward attention to keys and values that are passed round, the next ones while there is
-    attention to the last."""
-
-    def __init__(self, mesh: Mesh, documents: tuple[int, ...]) -> None:
-        self._hierarchy = mesh.hierarchy(("context",))
-        parts = shares.assign(documents, NODES).parts
-        self._parts = [[part for part in parts if part.rank == rank] for rank in range(NODES)]
-
-    def attend(self, query: Tensor, heads: Tensor) -> Tensor:
-        """Of queries [n, heads, d] to this rank's keys and values [n, 2 · kv_heads, d] and those of
-        others."""
-        rank, group = self._hierarchy.rank, self._hierarchy.groups[0]
-        attended = torch.zeros_like(query)
-        sums = torch.full((query.shape[1], len(query)), -torch.inf)
-        for turn in range(NODES):
-            following, works = torch.empty_like(heads), []
-            if turn < NODES - 1:
-                works = [
-                    dist.isend(heads, group=group, group_dst=(rank + 1) % NODES),
-                    dist.irecv(following, group=group, group_src=(rank - 1) % NODES),
-                ]
-            self._add(attended, sums, query, heads, self._parts[(rank - turn) % NODES])
-            for work in works:
-                assert work is not None
-                work.wait()
-            heads = following
-        return attended
-
-    def _add(
-        self, attended: Tensor, sums: Tensor, query: Tensor, heads: Tensor, others: Parts
-    ) -> None:
-        keys, values = heads[None].chunk(2, 2)
-        for at, own in _places(self._parts[self._hierarchy.rank]):
-            for there, other in _places(others):
-                if other.document == own.document and other.start <= own.start:
-                    pair = keys[:, there], values[:, there]
-                    found, scores = attend_pair(query[None, at], *pair, other == own)
-                    total = torch.logaddexp(sums[:, at], scores[0])
-                    old, new = ((s - total).exp().t()[..., None] for s in (sums[:, at], scores[0]))
-                    attended[at] = attended[at] * old + found[0] * new
-                    sums[:, at] = total
-
-
-def _places(parts: Parts) -> Iterator[tuple[slice, shares.Part]]:
-    """Where the parts are among the tokens of their rank."""
-    at = 0
-    for part in parts:
-        yield slice(at, at + part.stop - part.start), part
-        at += part.stop - part.start
-
-
 def library_row() -> tuple[int, ...]:
     """Where documents start in a row of files of Python's own library, at 4 bytes a token."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*/*.py"))
@@ -199,33 +141,37 @@ def heads_of(mesh: Mesh) -> list[Tensor]:
     return [torch.randn(LENGTH // NODES, n, width, generator=generator) for n in counts]
 
 
-def run_rank(rounds: int) -> None:
-    """One rank of all contenders. The first one prints the seconds and bytes of each, as JSON."""
+@dataclass(frozen=True)
+class Measured:
+    """What one rank saw of each contender: seconds of its rounds, and what all ranks send."""
+
+    seconds: dict[str, list[float]]
+    bytes: dict[str, float]
+
+
+def run(job: Job) -> Measured:
+    """One rank of all contenders."""
     torch.set_num_threads(1)
     shape = MeshShape(Levels(("world",), (NODES,)), Splits(context=NODES))
     with join(identify(os.environ), shape, torch.device("cpu"), Timeouts.of(NODES)) as mesh:
         documents = torch.tensor(library_row(), dtype=torch.int32)
         tokens = torch.randint(256, (1, LENGTH), generator=torch.Generator().manual_seed(0))
-        heads = heads_of(mesh)
+        heads = [part[None] for part in heads_of(mesh)]
         tasks: dict[str, Callable[[], object]] = {}
         engines: dict[str, Engine] = {}
         for name, overlap, exchange in CONTENDERS:
             model, engines[name] = build(mesh, overlap, exchange)
             attend = model.blocks[0].attention.over_chunks
             tasks[name] = partial(_train, model, engines[name], tokens, documents)
-            whole = (part[None] for part in heads)
-            tasks[f"{name}, forward"] = partial(attend, *whole, documents, 0.0)
-        passed = Ring(mesh, library_row())
-        tasks["ring, forward"] = partial(passed.attend, heads[0], torch.cat(heads[1:], 1))
+            tasks[f"{name}, forward"] = partial(attend, *heads, documents, 0.0)
         sent = {name: _bytes(mesh, engine, tasks[name]) for name, engine in engines.items()}
         seconds: dict[str, list[float]] = {name: [] for name in tasks}
-        for number in range(rounds + 1):
+        for number in range(job.warmup + job.steps):
             for name, task in tasks.items():
                 taken = _seconds(mesh, task)
-                if number:  # the first round warms up
+                if number >= job.warmup:
                     seconds[name].append(taken)
-        if mesh.rank == 0:
-            print(json.dumps({"seconds": seconds, "bytes": sent}), flush=True)
+        return Measured(seconds, sent)
 
 
 def _train(model: GPT, engine: Engine, tokens: Tensor, documents: Tensor) -> None:
@@ -252,35 +198,17 @@ def _seconds(mesh: Mesh, task: Callable[[], object]) -> float:
 
 def main() -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__, "context")
     parser.add_argument("--rate", type=float, default=10.0, help="MB/s of each node's link")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.rank:
-        return run_rank(chosen.rounds)
-    with links(NODES) as network:
-        network.shape(chosen.rate * 1e6)
-        command = [sys.executable, "-m", MODULE, "--rank", f"--rounds={chosen.rounds}"]
-        ranks = [
-            subprocess.Popen(
-                [*network.inside(node), *command],
-                env=os.environ
-                | {"RANK": str(node), "WORLD_SIZE": str(NODES), "LOCAL_RANK": "0"}
-                | {"MASTER_ADDR": network.address(0), "MASTER_PORT": str(PORT)}
-                | {"GLOO_SOCKET_IFNAME": "hsn0", "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for node in range(NODES)
-        ]
-        outputs = [rank.communicate()[0] for rank in ranks]
-        if any(rank.returncode for rank in ranks):
-            raise SystemExit("a rank failed; what it says is above")
-    found = json.loads(outputs[0].splitlines()[-1])
+    parser.add_argument("--rounds", type=at_least(1), default=5)
+    options = parser.parse_args()
+    with open_cluster("context", NODES, 1) as (cluster, _):
+        cluster.links.shape(options.rate * 1e6)
+        job = Job("scripts.benchmarks.slow_network.context:run", "", steps=options.rounds)
+        found = Measured(**cluster.answers(job, NODES, TIMEOUT_SECONDS)[0])
     print(f"{'':28}{'shortest':>10}{'median':>10}   MB sent by all ranks")
-    for name, seconds in found["seconds"].items():
-        sent = f"{found['bytes'][name] / 1e6:10.1f}" if name in found["bytes"] else ""
+    for name, seconds in found.seconds.items():
+        sent = f"{found.bytes[name] / 1e6:10.1f}" if name in found.bytes else ""
         print(f"{name:28}{min(seconds):9.2f}s{statistics.median(seconds):9.2f}s   {sent}")
 
 

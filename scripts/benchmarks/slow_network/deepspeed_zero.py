@@ -15,14 +15,18 @@ import torch
 from megafrontier.config import Config
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.gpt import GPT
+from megafrontier.parallel.mesh import Mesh
+from megafrontier.training.plan import RunPlan
+from scripts.benchmarks.shared.job import Job
 from scripts.benchmarks.shared.measuring import use_packages
+from scripts.benchmarks.shared.ranks import Stepper, feed, trains, whole_model
 from scripts.benchmarks.slow_network.fsdp2 import adamw
 
 BLOCK_AT_20B = 453e6
 """Parameters of a block of the paper's 20B."""
 
 
-def load() -> Any:
+def prepare() -> Any:
     """The package, for processors. Raises ImportError where it is not installed."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     use_packages()
@@ -49,7 +53,7 @@ class DeepSpeed:
         }
         if mode == "hpz":
             zero["zero_hpz_partition_size"] = per_node
-        self._engine, *_ = load().initialize(
+        self._engine, *_ = prepare().initialize(
             model=model,
             optimizer=adamw(model, config),
             dist_init_required=False,
@@ -75,3 +79,14 @@ class DeepSpeed:
             self._engine.step()
             total += loss.detach().float() / len(batches)
         return total.item()
+
+
+@trains
+def deepspeed(job: Job, config: Config, _: RunPlan, mesh: Mesh) -> Stepper:
+    """DeepSpeed's sharding, `mode` zero3 or hpz."""
+    loader, batches = feed(job, config, mesh)
+    model = whole_model(job, config)
+    parameters = sum(p.numel() for p in model.parameters())
+    per_node, mode = int(os.environ["LOCAL_WORLD_SIZE"]), job.options["mode"]
+    trained = DeepSpeed(model, config, mode, per_node, loader.micro_batches)
+    return Stepper(lambda: trained.step(next(batches)), parameters, lambda: 0)

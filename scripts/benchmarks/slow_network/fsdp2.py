@@ -8,6 +8,7 @@ of whole gradients in memory), hybrid sharding `set_requires_all_reduce` (reduce
 node in every micro-batch, all-reduce between nodes once a step).
 """
 
+import os
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -20,6 +21,10 @@ from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.config import Config
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.gpt import GPT
+from megafrontier.parallel.mesh import Mesh
+from megafrontier.training.plan import RunPlan
+from scripts.benchmarks.shared.job import Job
+from scripts.benchmarks.shared.ranks import Stepper, feed, trains, whole_model
 
 
 class Fsdp2:
@@ -82,6 +87,21 @@ class Fsdp2:
             passes = micro_batches * (2 * sum(others) + head) + sum(others) + head
             ring = self._ranks if self._nodes > 1 else 1
         return passes * width * (ring - 1) // ring
+
+
+@trains
+def fsdp2(job: Job, config: Config, _: RunPlan, mesh: Mesh) -> Stepper:
+    """torch's own sharding, `mode` full or hybrid."""
+    loader, batches = feed(job, config, mesh)
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    model = whole_model(job, config)
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = Fsdp2(model, config, job.options["mode"], mesh.levels.ranks, per_node)
+    return Stepper(
+        lambda: trained.step(next(batches)),
+        parameters,
+        lambda: trained.world_bytes(loader.micro_batches) // per_node,
+    )
 
 
 def adamw(model: nn.Module, config: Config) -> torch.optim.AdamW:

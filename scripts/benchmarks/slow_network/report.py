@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from scripts.benchmarks.slow_network.job import Answer
-from scripts.benchmarks.slow_network.links import HEADER_BYTES
+from scripts.benchmarks.shared.job import Answer, others_cores, step_seconds
+from scripts.benchmarks.shared.links import HEADER_BYTES
+from scripts.benchmarks.shared.measuring import listed
+from scripts.benchmarks.shared.tables import markdown, number, spread
 
 ALONE = "computing alone"
 
@@ -101,18 +103,13 @@ def row_of(strategy: str, answers: Sequence[Answer], per_node: int, accumulation
     """The row of one job, from its ranks' answers in rank order."""
     steps, steps_sent = len(answers[0].ends), answers[0].steps_sent
     nodes = len(answers) // per_node
-    # A step has begun, and ended, when its last rank has.
-    begins = [max(at) for at in zip(*(answer.begins for answer in answers), strict=True)]
-    ends = [max(at) for at in zip(*(answer.ends for answer in answers), strict=True)]
-    elapsed = ends[-1] - begins[0]
-    others = answers[0].machine_cpu_seconds - sum(a.cpu_seconds for a in answers)
     counted = [a.ledger_bytes for a in answers if a.ledger_bytes is not None]
     levels = answers[0].ledger_seconds
     return Row(
         strategy,
         nodes,
         accumulation,
-        seconds=[end - begin for begin, end in zip(begins, ends, strict=True)],
+        seconds=step_seconds(answers),
         tokens=answers[0].tokens,
         parameters=answers[0].parameters,
         nic_bytes=sum(a.nic_bytes for a in answers[::per_node]) / nodes / steps_sent,
@@ -125,7 +122,7 @@ def row_of(strategy: str, answers: Sequence[Answer], per_node: int, accumulation
         },
         memory_bytes=max(a.memory_bytes for a in answers),
         cpu_seconds=sum(a.cpu_seconds for a in answers) / steps,
-        others_cores=max(0.0, others / elapsed),
+        others_cores=others_cores(answers),
         loss=statistics.mean(a.loss for a in answers),
     )
 
@@ -204,43 +201,34 @@ def table(figures: Figures) -> str:
     parts = []
     for (nodes, slower, accumulation), rows in groupby(figures.rows, lambda r: r.group):
         group = list(rows)
-        rate = f"{group[0].bytes_per_second / 1e6:.2f} MB/s a NIC, {slower:g} × slower"
+        rate = f", {group[0].bytes_per_second / 1e6:.2f} MB/s a NIC, {slower:g} × slower"
         parts.append(
-            f"### {nodes} nodes{f', {rate}' if nodes > 1 else ''}, accumulation {accumulation}, "
-            f"commit {', '.join(sorted({row.version for row in group}))}\n"
+            f"### {nodes} nodes{rate if nodes > 1 else ''}, accumulation {accumulation}, "
+            f"commit {', '.join(sorted({row.version for row in group}))}\n\n"
+            f"{markdown(COLUMNS, (_cells(figures, row) for row in group))}\n"
         )
-        parts.append(f"| {' | '.join(COLUMNS)} |")
-        parts.append("|---|" + "---:|" * (len(COLUMNS) - 1))
-        parts += [_line(figures, row) for row in group]
-        parts.append("")
     return "\n".join(parts)
 
 
-def _line(figures: Figures, row: Row) -> str:
+def _cells(figures: Figures, row: Row) -> list[str]:
     if row.skipped:
-        return f"| {row.strategy} | skipped: {row.skipped.replace('|', '/')} |"
-    spread = f"{row.median_seconds:.3f} ({min(row.seconds):.3f} – {max(row.seconds):.3f})"
-    cells = [
+        return [row.strategy, f"skipped: {row.skipped}"]
+    return [
         row.strategy,
         f"{row.tokens / row.median_seconds:.0f}",
-        spread,
+        spread(row.seconds, ".3f"),
         f"{row.nic_bytes / 1e6:.2f}",
         f"{row.formula_bytes / 1e6:.2f}",
         f"{row.formula_bytes / row.parameters:.2f}",
         "" if row.excess is None else f"{row.excess * 100:+.1f} %",
         f"{figures.link_seconds(row):.3f}",
-        _number(figures.exposed(row)),
-        _number(figures.efficiency(row)),
-        _number(figures.over_bound(row)),
+        number(figures.exposed(row)),
+        number(figures.efficiency(row)),
+        number(figures.over_bound(row)),
         f"{row.cpu_seconds:.2f}",
         f"{row.memory_bytes / 2**20:.1f}",
         f"{row.others_cores:.1f}",
     ]
-    return f"| {' | '.join(cells)} |"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
 
 
 def load(out: Path) -> tuple[dict[str, str | int], Figures]:
@@ -255,8 +243,7 @@ def write_report(out: Path) -> str:
     from scripts.benchmarks.slow_network.picture import draw
 
     machine, figures = load(out)
-    head = ", ".join(f"{name} {value}" for name, value in machine.items())
-    text = f"{head}\n\n{table(figures)}\n{bars(figures)}\n"
+    text = f"{listed(machine)}\n\n{table(figures)}\n{bars(figures)}\n"
     (out / "table.md").write_text(text)
     draw(figures, out / "picture.png")
     return text

@@ -1,6 +1,6 @@
 """One node of the slow network: forks this node's ranks for each job that comes in on stdin.
 
-    python slow_network_node.py NODE RANKS_PER_NODE
+    python -m scripts.benchmarks.shared.node NODE RANKS_PER_NODE
 
 torch is imported once here, not once in every rank. A job is a line of JSON; the answer is a line
 `{"code": …}` on stdout when all ranks have ended, 0 when all is well. SIGUSR1 ends the ranks of the
@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.slow_network.job import Job
+from scripts.benchmarks.shared.job import Job
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -46,7 +46,8 @@ def fork_rank(job: Job, node: int, local_rank: int, per_node: int) -> int:
             "MASTER_PORT": str(job.port),
             "GLOO_SOCKET_IFNAME": "hsn0",
         }
-        answer = importlib.import_module(job.module).run(job)
+        module, name = job.function.split(":")
+        answer = getattr(importlib.import_module(module), name)(job)
         Path(job.folder, f"{rank}.json").write_text(json.dumps(asdict(answer)))
         code = 0
     except BaseException:
@@ -88,12 +89,13 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent alone acts on Ctrl-C
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    for module in ("scripts.benchmarks.slow_network.ranks", "torch._dynamo"):
+    for module in ("scripts.benchmarks.shared.ranks", "torch._dynamo"):
         importlib.import_module(module)
     for line in sys.stdin:
         values: dict[str, Any] = json.loads(line)
         job = Job(**values)
-        importlib.import_module(job.module).prepare(job)
+        module = importlib.import_module(job.function.partition(":")[0])
+        getattr(module, "prepare", lambda: None)()
         gc.freeze()  # so that the ranks' collectors leave our pages shared
         ranks = {fork_rank(job, node, local, per_node) for local in range(per_node)}
         print(json.dumps({"code": wait_for(ranks)}), flush=True)

@@ -14,13 +14,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
+from megafrontier.common.errors import UserError
 from megafrontier.common.signals import handle_signals
+from scripts.benchmarks.shared.job import Answer, Job
+from scripts.benchmarks.shared.links import Links, Unable, links, machine_cpu_seconds
 from scripts.benchmarks.shared.measuring import ROOT
-from scripts.benchmarks.slow_network.job import Answer, Job
-from scripts.benchmarks.slow_network.links import Links, machine_cpu_seconds
 
 FIRST_PORT = 20_000
-NODE = "scripts.benchmarks.slow_network.node"
+NODE = "scripts.benchmarks.shared.node"
 SMALL_HEAP = "glibc.malloc.tcache_count=0"
 """What glibc cuts off a tensor to align it, it keeps for small things, and the tensor's place then
 fits none of its size again: with many threads the heap grows to five times what lives in it. Not
@@ -67,7 +68,7 @@ class Cluster:
         return [Answer(**answer) for answer in self.answers(job, nodes, timeout_seconds)]
 
     def answers(self, job: Job, nodes: int, timeout_seconds: float) -> list[dict[str, Any]]:
-        """`run` of a job whose module has answers of its own: their JSON."""
+        """`run` of a job whose function has answers of its own: their JSON."""
         self._jobs += 1
         with tempfile.TemporaryDirectory(prefix="slow-network-") as folder:
             job = replace(
@@ -132,3 +133,25 @@ def interrupted_by_signals() -> Iterator[None]:
 
     with handle_signals((signal.SIGTERM, signal.SIGHUP), interrupt):
         yield
+
+
+@contextmanager
+def open_cluster(program: str, nodes: int, per_node: int) -> Iterator[tuple[Cluster, Path]]:
+    """A cluster of new nodes, and a folder for its inputs. Both are gone when the context ends.
+
+    What cannot be measured here ends the program with 2 and one line, Ctrl-C and SIGTERM with 130.
+    """
+    try:
+        with (
+            interrupted_by_signals(),
+            tempfile.TemporaryDirectory(prefix="slow-network-") as folder,
+            links(nodes) as made,
+            Cluster(made, per_node, Path(folder)) as cluster,
+        ):
+            yield cluster, Path(folder)
+    except (Unable, UserError, JobFailed) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted, all is cleaned up", file=sys.stderr)
+        raise SystemExit(130) from None

@@ -1,10 +1,11 @@
-"""What one rank of the slow network does: our engine, or computing alone, for some steps."""
+"""What a rank of a cluster does in a job that trains: our engine, or computing alone, for some
+steps."""
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,10 @@ from megafrontier.training.loop import train_step
 from megafrontier.training.plan import RunPlan
 from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer, build_trainer, open_loader
+from scripts.benchmarks.shared.device import occupy, occupy_products
+from scripts.benchmarks.shared.job import Answer, Job
+from scripts.benchmarks.shared.links import machine_cpu_seconds, sent
 from scripts.benchmarks.shared.measuring import resident_bytes
-from scripts.benchmarks.slow_network import deepspeed_zero
-from scripts.benchmarks.slow_network.device import occupy, occupy_products
-from scripts.benchmarks.slow_network.fsdp2 import Fsdp2
-from scripts.benchmarks.slow_network.job import Answer, Job
-from scripts.benchmarks.slow_network.links import machine_cpu_seconds, sent
-from scripts.benchmarks.slow_network.torch_tensor import TorchTensor
 
 
 @dataclass
@@ -51,26 +49,28 @@ class Stepper:
     results: Sequence[StepResult] = ()
 
 
-def prepare(job: Job) -> None:
-    """Import what this job's ranks need, before they are forked and their memory is counted."""
-    if job.kind == "deepspeed":
-        deepspeed_zero.load()
+Make = Callable[[Job, Config, RunPlan, Mesh], Stepper]
 
 
-def run(job: Job) -> Answer:
-    """The body of one rank."""
-    torch.set_num_threads(1)
-    if "flops" in job.options:
-        occupy_products(float(job.options["flops"]))
-    resident = _reset_peak_memory()
-    config = load_config(job.config, job.overrides)
-    with join_machine(config) as (plan, mesh):
-        stepper = STEPPERS[job.kind](job, config, plan, mesh)
-        answer = _measure(job, config, mesh, stepper, resident)
-        mesh.world.all_true(True)  # nobody leaves while a peer still needs it
-        if stepper.trainer is not None:
-            stepper.trainer.close()
-    return answer
+def trains(make: Make) -> Callable[[Job], Answer]:
+    """The function of a job whose ranks train what `make` makes."""
+
+    @wraps(make)
+    def run(job: Job) -> Answer:
+        torch.set_num_threads(1)
+        if "flops" in job.options:
+            occupy_products(float(job.options["flops"]))
+        resident = _reset_peak_memory()
+        config = load_config(job.config, job.overrides)
+        with join_machine(config) as (plan, mesh):
+            stepper = make(job, config, plan, mesh)
+            answer = _measure(job, config, mesh, stepper, resident)
+            mesh.world.all_true(True)  # nobody leaves while a peer still needs it
+            if stepper.trainer is not None:
+                stepper.trainer.close()
+        return answer
+
+    return run
 
 
 def _measure(job: Job, config: Config, mesh: Mesh, stepper: Stepper, resident: int) -> Answer:
@@ -145,13 +145,11 @@ def _kinds(results: Sequence[StepResult]) -> dict[str, dict[str, float]]:
     return found
 
 
-# Bodies
+# Steppers
 
 
-def ours(job: Job, config: Config, plan: RunPlan, mesh: Mesh) -> Stepper:
-    """The engine, as `megafrontier train` runs it."""
-    trainer = build_trainer(config, plan, mesh)
-    occupy(trainer.model, job.block_seconds)
+def train_steps(trainer: Trainer, protocol_bytes: Callable[[], int] = lambda: 0) -> Stepper:
+    """The steps of a trainer, as `megafrontier train` runs them."""
     results: list[StepResult] = []
 
     def step() -> float:
@@ -162,11 +160,19 @@ def ours(job: Job, config: Config, plan: RunPlan, mesh: Mesh) -> Stepper:
         step,
         sum(entry.numel for unit in trainer.engine.units for entry in unit.layout.entries),
         lambda: trainer.engine.step_bytes(trainer.loader.micro_batches)[-1],
-        lambda: _gloo_bytes(trainer, plan),
+        protocol_bytes,
         trainer,
         finish=trainer.engine.finish_publishing,
         results=results,
     )
+
+
+@trains
+def ours(job: Job, config: Config, plan: RunPlan, mesh: Mesh) -> Stepper:
+    """The engine."""
+    trainer = build_trainer(config, plan, mesh)
+    occupy(trainer.model, job.block_seconds)
+    return train_steps(trainer, lambda: _gloo_bytes(trainer, plan))
 
 
 class Preambles:
@@ -194,6 +200,7 @@ def _gloo_bytes(trainer: Trainer, plan: RunPlan) -> int:
     return trainer.engine.step_bytes(trainer.loader.micro_batches, wires)[-1] + sums
 
 
+@trains
 def alone(job: Job, config: Config, _: RunPlan, mesh: Mesh) -> Stepper:
     """Computing without communication: plain PyTorch, and this rank's share of the update."""
     model = whole_model(job, config).to(DTYPES[config.train.precision])
@@ -217,59 +224,6 @@ def alone(job: Job, config: Config, _: RunPlan, mesh: Mesh) -> Stepper:
     return Stepper(step, parameters, lambda: 0, between=lambda: mesh.world.all_true(True))
 
 
-def fsdp2(job: Job, config: Config, _: RunPlan, mesh: Mesh) -> Stepper:
-    """torch's own sharding, `mode` full or hybrid; see fsdp2.py."""
-    loader, batches = feed(job, config, mesh)
-    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    model = whole_model(job, config)
-    parameters = sum(p.numel() for p in model.parameters())
-    trained = Fsdp2(model, config, job.options["mode"], mesh.levels.ranks, per_node)
-    return Stepper(
-        lambda: trained.step(next(batches)),
-        parameters,
-        lambda: trained.world_bytes(loader.micro_batches) // per_node,
-    )
-
-
-def deepspeed(job: Job, config: Config, _: RunPlan, mesh: Mesh) -> Stepper:
-    """DeepSpeed's sharding, `mode` zero3 or hpz; see deepspeed_zero.py."""
-    loader, batches = feed(job, config, mesh)
-    model = whole_model(job, config)
-    parameters = sum(p.numel() for p in model.parameters())
-    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    mode, per_step = job.options["mode"], loader.micro_batches
-    trained = deepspeed_zero.DeepSpeed(model, config, mode, per_node, per_step)
-    return Stepper(lambda: trained.step(next(batches)), parameters, lambda: 0)
-
-
-def torch_tensor(job: Job, config: Config, _: RunPlan, mesh: Mesh) -> Stepper:
-    """torch's own tensor parallelism; see torch_tensor.py."""
-    _, batches = feed(job, config, mesh)
-    model = whole_model(job, config)
-    parameters = sum(p.numel() for p in model.parameters())
-    trained = TorchTensor(model, config, mesh.splits.tensor, mesh.levels.ranks)
-    return Stepper(lambda: trained.step(next(batches)), parameters, lambda: 0)
-
-
-def pipeline(job: Job, config: Config, plan: RunPlan, mesh: Mesh) -> Stepper:
-    """Our pipeline, or torch's; see scripts/benchmarks/pipeline."""
-    from scripts.benchmarks.pipeline import bodies  # which needs this module
-
-    body = bodies.ours if job.kind == "pipeline" else bodies.torch_pipelining
-    return body(job, config, plan, mesh)
-
-
-STEPPERS: dict[str, Callable[[Job, Config, RunPlan, Mesh], Stepper]] = {
-    "ours": ours,
-    "alone": alone,
-    "fsdp2": fsdp2,
-    "deepspeed": deepspeed,
-    "torch tensor": torch_tensor,
-    "pipeline": pipeline,
-    "torch pipelining": pipeline,
-}
-
-
 def feed(job: Job, config: Config, mesh: Mesh) -> tuple[Loader, Iterator[Sequence[Batch]]]:
     """What reads the corpus, and this rank's micro-batches of one step after the other."""
     loader = open_loader(config, "train", mesh.data_rank, mesh.data_size, mesh.device)
@@ -283,9 +237,6 @@ def whole_model(job: Job, config: Config) -> GPT:
     initialise(model, config.run.seed)
     occupy(model, job.block_seconds)
     return model
-
-
-# Memory
 
 
 def _reset_peak_memory() -> int:
