@@ -6,17 +6,17 @@ from typing import Any
 from megafrontier.config import Config
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.pipeline.runner import Pipeline
-from megafrontier.pipeline.table import Kind
+from megafrontier.pipeline.table import ActionKind
 from megafrontier.training.plan import RunPlan
 from megafrontier.training.trainer import build_trainer
 from scripts.benchmarks.shared.job import Job
 from scripts.benchmarks.shared.ranks import Stepper, train_steps, trains
 
 TICKS = {
-    Kind.FORWARD: 1,
-    Kind.BACKWARD: 2,
-    Kind.BACKWARD_INPUT: 1,
-    Kind.BACKWARD_WEIGHT: 1,
+    ActionKind.FORWARD: 1,
+    ActionKind.BACKWARD: 2,
+    ActionKind.BACKWARD_INPUT: 1,
+    ActionKind.BACKWARD_WEIGHT: 1,
 }
 
 
