@@ -27,6 +27,7 @@ from megafrontier.launch.rendezvous import refuse
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.sites.exchange import SiteExchange
+from megafrontier.sites.transport import read_secret
 from megafrontier.training.callbacks.base import load_class
 from megafrontier.training.callbacks.evaluate import Evaluate
 from megafrontier.training.callbacks.guard import Guard
@@ -84,6 +85,8 @@ def _check(config: Config, identity: Identity | None, ranks: int) -> None:
     if identity is not None:  # a parent may not touch the devices of the ranks that it forks
         check_rank(load_machine(config.machine).device, identity, config.preflight.enabled)
     plan = check_training(config, ranks)
+    if config.sites is not None:
+        read_secret(config.sites.secret)
     check_memory(config, plan)
     here = ranks if identity is None else plan.machine.device.ranks_per_host or 1
     check_host_memory(config, plan, here)

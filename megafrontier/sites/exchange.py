@@ -99,6 +99,8 @@ class SiteExchange(Callback):
             trainer.engine.restore(has_published=False)
 
     def at_end(self, trainer: Trainer) -> None:
+        if not hasattr(self, "_endpoint"):
+            return  # the run was asked to stop before it began
         self._world.run_on_all(self._wait_for_others)
         self._endpoint.close()
 

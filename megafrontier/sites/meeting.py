@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 from megafrontier.common.errors import UserError
+from megafrontier.common.signals import stop_requested
 from megafrontier.sites.rounds import Rounds
 from megafrontier.sites.transport import Header
 
@@ -13,11 +14,12 @@ PAUSE_SECONDS = 0.02
 def meet(
     rounds: Rounds, fingerprint: str, seconds: float, info: Callable[[str], None]
 ) -> dict[int, int]:
-    """Wait for all other sites to answer, at most so many seconds. Returns by the number of a site
-    how many exchanges are over there. Raises UserError for a site that trains something else."""
+    """Wait for all other sites to answer, at most so many seconds or until this job is asked to
+    stop. Returns by the number of a site how many exchanges are over there. Raises UserError for a
+    site that trains something else."""
     late, seen = time.monotonic() + seconds, dict[int, int]()
     is_told = False
-    while len(seen) < len(rounds.others) and time.monotonic() < late:
+    while len(seen) < len(rounds.others) and time.monotonic() < late and not stop_requested():
         for site in _missing(rounds, seen):
             if answer := rounds.ask(site, {"ask": "hello"}):
                 _check(site, answer["fingerprint"], fingerprint)

@@ -62,9 +62,11 @@ def _run(trainer: Trainer, callbacks: Sequence[Callback], heartbeat: Heartbeat, 
         return stops
 
     stop = stop_agreed(trainer.world)
-    for callback in callbacks if not stop else ():
-        callback.at_start(trainer)
-        heartbeat(None)
+    if not stop:
+        for callback in callbacks:
+            callback.at_start(trainer)
+            heartbeat(None)
+        stop = stop_agreed(trainer.world)  # they may have taken long
     while trainer.step < trainer.last_step and not stop:
         previous = pending[-1] if pending else None
         pending.append(start_step(trainer, callbacks, heartbeat, previous))
