@@ -29,6 +29,9 @@ class SitesConfig:
     addresses: list[str] = field(default_factory=list)
     """HOST:PORT of the first rank of each site, in the order of their numbers. An IPv6 address is
     in brackets: `[fd00::1]:7001`."""
+    listen: str = ""
+    """Address on which every rank of this site listens. Default: the address that other sites are
+    told. 0.0.0.0 (all addresses of a host) is needed if other sites reach a forwarded address."""
     number: int = bounded(0, at_least=0)
     """Which of `addresses` this job is."""
     global_batches: list[int] = field(default_factory=list)

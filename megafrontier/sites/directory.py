@@ -5,18 +5,25 @@ the same flat buffer everywhere, except for the padding at its end, and each ran
 """
 
 import socket
+import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from ipaddress import IPv6Address, ip_address
 
 import torch
 from torch import Tensor
 
+from megafrontier.common.errors import UserError
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.unit import Unit
+from megafrontier.sites.transport import lookup
 
 MOST_HOLDINGS = 4
 """Kinds of parameters, by the ranks that share them, of one rank."""
+_WIDTH = 5 + 3 * MOST_HOLDINGS
+_IPV4 = bytes(10) + b"\xff\xff"
+"""Before an IPv4 address that is written as an IPv6 one."""
 
 
 @dataclass(frozen=True)
@@ -40,27 +47,30 @@ class RankEntry:
     holdings: tuple[Holding, ...]
 
     def as_row(self) -> torch.Tensor:
-        """float64 [2 + 3 · MOST_HOLDINGS], which holds all numbers exactly."""
-        address = int.from_bytes(socket.inet_aton(self.host), "big")
-        numbers = [address, self.port]
+        """float64 [_WIDTH], which holds all numbers exactly: the address as four words of 32 bits,
+        the port and the holdings."""
+        address = ip_address(self.host)
+        packed = address.packed if address.version == 6 else _IPV4 + address.packed
+        numbers = [*struct.unpack(">4I", packed), self.port]
         for holding in self.holdings:
             numbers += [holding.key, holding.index, holding.shards]
-        numbers += [0] * (2 + 3 * MOST_HOLDINGS - len(numbers))
+        numbers += [0] * (_WIDTH - len(numbers))
         return torch.tensor(numbers, dtype=torch.float64)
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> "RankEntry":
         """From the values of `as_row`."""
-        address, port, *rest = (int(number) for number in row)
+        *words, port = (int(number) for number in row[:5])
+        rest = [int(number) for number in row[5:]]
         holdings = [Holding(*rest[at : at + 3]) for at in range(0, len(rest), 3) if rest[at + 2]]
-        return cls(socket.inet_ntoa(address.to_bytes(4, "big")), port, tuple(holdings))
+        address = IPv6Address(struct.pack(">4I", *words))
+        return cls(str(address.ipv4_mapped or address), port, tuple(holdings))
 
 
 def entries_of(rows: bytes) -> list[RankEntry]:
     """The entries of several rows."""
-    width = 2 + 3 * MOST_HOLDINGS
     values = torch.frombuffer(bytearray(rows), dtype=torch.float64) if rows else torch.empty(0)
-    return [RankEntry.from_row(row) for row in values.view(-1, width).tolist()]
+    return [RankEntry.from_row(row) for row in values.view(-1, _WIDTH).tolist()]
 
 
 def own_holdings(units: Sequence[Unit]) -> dict[Holding, list[int]]:
@@ -110,9 +120,29 @@ def copy_overlap(target: Tensor, target_start: int, source: Tensor, source_start
         target[..., into] = source[..., start - source_start : stop - source_start]
 
 
-def own_host(towards: tuple[str, int]) -> str:
-    """The address that this host has towards another one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(towards)
-        host: str = probe.getsockname()[0]
-    return host
+def own_host(towards: Iterable[tuple[str, int]]) -> str:
+    """The address that this host has towards the first of these that can be looked up. Raises
+    UserError if none can."""
+    why = "no address"
+    for host, port in towards:
+        try:
+            family, address = lookup(host, port)
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)  # sends nothing
+                own: str = probe.getsockname()[0]
+                return own
+        except (OSError, UnicodeError) as error:
+            why = f"{host}: {error}"
+    raise UserError(f"sites.addresses: {why}, need a host with an address")
+
+
+def listening_host(own: tuple[str, int], towards: Sequence[tuple[str, int]]) -> str:
+    """The host of `own`, the address that other sites connect to. If that is a loopback address
+    only here, as many hosts give one to their own name, the address towards the other sites. Raises
+    UserError."""
+    route = own_host(towards)
+    try:
+        host: str = lookup(*own)[1][0]
+    except (OSError, UnicodeError):
+        return own[0]  # the server says that it cannot listen there
+    return route if ip_address(host).is_loopback and not ip_address(route).is_loopback else host

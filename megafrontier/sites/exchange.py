@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -17,14 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafrontier.common.errors import PeersLost, need
+from megafrontier.common.errors import PeersLost, RunFailed, need
 from megafrontier.config.sites import SitesConfig
 from megafrontier.sites.copying import SiteCopy
-from megafrontier.sites.directory import copy_overlap
 from megafrontier.sites.endpoint import Endpoint
-from megafrontier.sites.fetch import Part
 from megafrontier.sites.meeting import PAUSE_SECONDS, meet, wait_for_others
-from megafrontier.sites.outer import Outer, common_rows, mean_change
+from megafrontier.sites.outer import Outer, mean_change
 from megafrontier.sites.progress import Offer, Progress, fingerprint
 from megafrontier.sites.rounds import Decision, Report, common_checksum, describe
 from megafrontier.sites.transport import Header
@@ -47,7 +45,7 @@ class SiteExchange(Callback):
     priority = 10  # before checkpoints are saved
 
     def __init__(self, trainer: Trainer, config: SitesConfig) -> None:
-        self._config, self._world = config, trainer.world
+        self._config, self._world, self._info = config, trainer.world, trainer.run_logger.info
         self.outer = Outer(trainer.engine.trained_units, config)
         trainer.kept_states |= self.outer.states
         fragments = config.fragments
@@ -58,6 +56,8 @@ class SiteExchange(Callback):
         """Tokens since the last exchange of each fragment."""
         self._fresh_tokens = torch.zeros((), dtype=torch.float64, device=trainer.world.device)
         """Tokens since `_tokens` was brought up to date."""
+        self._nonfinite = [0] * fragments
+        """How many of the newest exchanges of each fragment in a row had a non-finite change."""
         self._has_begun = self._is_waited_for = False
         self._present: set[int] = set()
         """Sites that took part in the last exchange."""
@@ -68,14 +68,17 @@ class SiteExchange(Callback):
     def state_dict(self) -> dict[str, Any]:
         self._read_tokens()
         offers = [asdict(offer) for offer in self._offers]
-        return {**asdict(self._progress), "offers": offers, "tokens": self._tokens}
+        kept = {"offers": offers, "tokens": self._tokens, "nonfinite": self._nonfinite}
+        return {**asdict(self._progress), **kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         was, now = len(state_dict["versions"]), self._config.fragments
         need(was == now, "sites.fragments", now, f"need {was}, as in the checkpoint")
         self._has_begun = True
         # What was held has to be fetched again.
-        self._offers = [Offer(**{**offer, "holds": ()}) for offer in state_dict["offers"]]
+        fresh = {"holds": (), "refuses": ()}
+        self._offers = [Offer(**{**offer, **fresh}) for offer in state_dict["offers"]]
+        self._nonfinite = state_dict.get("nonfinite", self._nonfinite)
         self._tokens, self._progress = state_dict["tokens"], Progress.of(state_dict)
 
     # Start and end
@@ -93,7 +96,7 @@ class SiteExchange(Callback):
         for offer in self._offers:
             fragment = self.outer.fragment_of(offer.event)
             self._endpoint.publish(offer.event, self.outer.encode_again(fragment))
-        source = int(self._world.broadcast_from_rank_0(lambda: self._meet(trainer.run_logger.info)))
+        source = int(self._world.broadcast_from_rank_0(self._meet))
         if source >= 0:
             self._adopt(trainer, [source], "other sites have gone on")
             trainer.engine.restore(has_published=False)
@@ -115,9 +118,10 @@ class SiteExchange(Callback):
         own["final"] = self._final
         return own | asdict(self._progress) | {"data": self._loader.position(self._step)}
 
-    def _meet(self, info: Callable[[str], None]) -> str:
+    def _meet(self) -> str:
         """The site that has seen most exchanges, if those are more than here, else -1."""
-        seen = meet(self._endpoint.rounds, self._fingerprint, self._config.deadline_seconds, info)
+        rounds, seconds = self._endpoint.rounds, self._config.deadline_seconds
+        seen = meet(rounds, self._fingerprint, seconds, self._info)
         newest = max(seen, key=lambda site: (seen[site], -site), default=-1)
         return str(newest if seen.get(newest, 0) > sum(self._progress.versions) else -1)
 
@@ -150,7 +154,7 @@ class SiteExchange(Callback):
         if is_due or (spacing > 0 and self._is_waited_for):
             self._offer(trainer, step)
         for offer in self._offers:
-            if len(offer.holds) <= len(self._endpoint.others):
+            if len(offer.holds) + len(offer.refuses) <= len(self._endpoint.others):
                 self._announce(offer)
         while self._offers and self._offers[0].step + self._config.delay <= trainer.step + 1:
             self._finish(trainer)
@@ -205,20 +209,48 @@ class SiteExchange(Callback):
             self._finish(trainer)  # which may replace the progress by another site's
         progress, fragment = self._progress, self._next_fragment
         self._read_tokens()
-        offer = Offer(progress.next_event, step, self._tokens[fragment])
+        messages = self.outer.encode(fragment)
+        is_finite = self._world.all_true(self.outer.is_sendable(fragment))
+        tokens = self._tokens[fragment] if is_finite else 0.0
+        offer = Offer(progress.next_event, step, tokens)
         self._tokens[fragment], self._is_waited_for = 0.0, False
         with self._endpoint.lock:
             progress.next_event, progress.last_step = offer.event + 1, step
             self._offers.append(offer)
-        self._endpoint.publish(offer.event, self.outer.encode(fragment))
+        if is_finite:
+            self._nonfinite[fragment] = 0
+            self._endpoint.publish(offer.event, messages)
+        else:
+            self._undo(fragment, step, trainer.config.train.nonfinite_limit)
         self._want()
         self._announce(offer)
 
+    def _undo(self, fragment: int, step: int, limit: int) -> None:
+        """Go back to the common weights, because this site's change is not finite. Raises RunFailed
+        if it has not been so for `limit` exchanges."""
+        self._nonfinite[fragment] += 1
+        if self._nonfinite[fragment] >= limit:
+            raise RunFailed(
+                f"sites: step {step}: the last {limit} changes of the weights were not finite "
+                "(train.nonfinite_limit)"
+            )
+        self.outer.undo(fragment)
+        self._info(
+            f"sites: step {step}: the change of site {self._config.number}, this one, is not "
+            "finite: not sent, going on from the common weights"
+        )
+
     def _announce(self, offer: Offer) -> None:
         """Tell the other sites which messages are here, beside the steps of the delay."""
-        holds = tuple(sorted(self._held(offer.event) | {self._config.number}))
-        if holds != offer.holds:
-            offer.holds = holds
+        held, refused = self._held(offer.event)
+        for site in sorted(refused - set(offer.refuses)):
+            self._info(
+                f"sites: step {offer.step}: the message of site {site} is refused, because it is "
+                "not finite or misshapen"
+            )
+        holds, refuses = tuple(sorted(held | {self._config.number})), tuple(sorted(refused))
+        if (holds, refuses) != (offer.holds, offer.refuses):
+            offer.holds, offer.refuses = holds, refuses
             report = self._report(offer)
             if self._world.rank == 0:
                 self._endpoint.rounds.post(report)
@@ -226,8 +258,8 @@ class SiteExchange(Callback):
     def _report(self, offer: Offer) -> Report:
         if offer.checksum is None:
             offer.checksum = self._checksum([self.outer.fragment_of(offer.event)])
-        own = self._config.number
-        return Report(offer.event, own, offer.step, offer.tokens, offer.checksum, offer.holds)
+        values = offer.event, self._config.number, offer.step, offer.tokens, offer.checksum
+        return Report(*values, offer.holds, offer.refuses)
 
     def _want(self) -> None:
         """Fetch what is needed now, and the next messages, which say whether others wait."""
@@ -239,14 +271,14 @@ class SiteExchange(Callback):
         offer, own = self._offers[0], self._config.number
         fragment = self.outer.fragment_of(offer.event)
         with trainer.engine.ledger.waiting("sites"), self._endpoint.fetcher.hurrying():
-            decision = self._decide(offer, trainer.run_logger.info)
+            decision = self._decide(offer)
         sites = len(self._config.addresses)
         if len(decision.tokens) < sites or self._present != decision.tokens.keys():
-            trainer.run_logger.info(f"sites: step {offer.step}: {describe(decision, sites)}")
+            self._info(f"sites: step {offer.step}: {describe(decision, sites)}")
         self._present = set(decision.tokens)
         others = set(decision.tokens) - {own}
         differs = decision.checksum != offer.checksum
-        if others and (differs or not others <= self._held(offer.event)):
+        if others and (differs or not others <= self._held(offer.event)[0]):
             why = DIFFERS if differs else "messages of others are missing"
             self._adopt(trainer, sorted(others), why)
             return
@@ -261,15 +293,16 @@ class SiteExchange(Callback):
         ahead = max(0, decision.step - offer.step)
         trainer.step = min(trainer.step + ahead, trainer.last_step - 1)
 
-    def _decide(self, offer: Offer, info: Callable[[str], None]) -> Decision:
+    def _decide(self, offer: Offer) -> Decision:
         """The decision about an exchange, the same on all ranks."""
         quiet_until = time.monotonic() + QUIET_SECONDS
         while True:
             self._announce(offer)
             if time.monotonic() > quiet_until:
-                missing = ", ".join(str(n) for n in self._endpoint.others if n not in offer.holds)
+                here = offer.holds + offer.refuses
+                missing = ", ".join(str(n) for n in self._endpoint.others if n not in here)
                 whom = f"site {missing}" if missing else "others to have all messages"
-                info(f"sites: step {offer.step}: waiting for {whom}")
+                self._info(f"sites: step {offer.step}: waiting for {whom}")
                 quiet_until = math.inf
             text = self._world.broadcast_from_rank_0(partial(self._resolve, self._report(offer)))
             if text:
@@ -280,12 +313,19 @@ class SiteExchange(Callback):
         decision = self._endpoint.rounds.resolve(report)
         return "" if decision is None else json.dumps(asdict(decision))
 
-    def _held(self, event: int) -> set[int]:
-        """The other sites whose messages all ranks hold."""
-        here, others = set(self._endpoint.fetcher.held(event)), self._endpoint.others
-        missing = torch.tensor([float(n not in here) for n in others], dtype=torch.float64)
-        found = self._world.maximum(missing.to(self._world.device)).tolist()
-        return {n for n, is_missing in zip(others, found, strict=True) if not is_missing}
+    def _held(self, event: int) -> tuple[set[int], set[int]]:
+        """The other sites whose messages all ranks hold, and those whose message some rank
+        refuses."""
+        fetcher, others = self._endpoint.fetcher, self._endpoint.others
+        held, refused = set(fetcher.held(event)), set(fetcher.refused(event))
+        flags = [[n not in held, n in refused] for n in others]
+        values = torch.tensor(flags, dtype=torch.float64, device=self._world.device)
+        pairs = self._world.maximum(values.flatten()).view(-1, 2).tolist()
+        numbered = list(zip(others, pairs, strict=True))
+        return (
+            {n for n, (is_missing, _) in numbered if not is_missing},
+            {n for n, (_, is_refused) in numbered if is_refused},
+        )
 
     def _apply(self, offer: Offer, decision: Decision) -> None:
         """Move the weights by the mean of the changes."""
@@ -293,23 +333,15 @@ class SiteExchange(Callback):
         parts = {n: fetcher.parts(offer.event, n) for n in decision.tokens if n != own}
         for place, index in enumerate(self.outer.fragments[self.outer.fragment_of(offer.event)]):
             unit = self.outer.units[index]
-            changes = {n: self._assemble(index, place, found) for n, found in parts.items()}
+            device = self.outer.weights[index].device
+            changes = {
+                n: self._endpoint.change(index, place, found, device) for n, found in parts.items()
+            }
             if own in decision.tokens:
                 changes[own] = self.outer.sent[index]
             mean = mean_change(changes, decision.tokens)
             unit.hierarchy.broadcast_to_replicas([mean], unit.placement.optimizer)
             self.outer.update(index, mean)
-
-    def _assemble(self, index: int, place: int, parts: Sequence[Part]) -> Tensor:
-        """Another site's change of this rank's shard of a unit, the `place`th of its fragment."""
-        unit = self.outer.units[index]
-        found = torch.zeros_like(self.outer.weights[index])
-        for part, theirs in self._endpoint.covering(index, parts):
-            start, stop = common_rows(theirs, unit.range)
-            if start < stop:
-                change = self.outer.decode(part.messages[place], stop - start)
-                copy_overlap(found, unit.range[0], change, start)
-        return found
 
     # Coming back
 
@@ -330,7 +362,7 @@ class SiteExchange(Callback):
         trainer.loader.resume_at(place["step"], tuple(place["data"]))
         trainer.step = min(max(trainer.step, place["step"]), trainer.last_step - 1)
         self._want()
-        trainer.run_logger.info(
+        self._info(
             f"sites: step {trainer.step}: {why}, going on with the weights of site {copied.source}"
         )
 

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -17,6 +17,12 @@ from megafrontier.sites.transport import Client, Patience, SiteUnreachable
 PAUSE_SECONDS, HURRIED_SECONDS = 0.5, 0.02
 """Between two looks for messages: beside training, which is not to be slowed down by them, and
 while training waits for them."""
+LARGEST_DIRECTORY = 1 << 22
+"""Bytes of the entries of the ranks that one rank meets."""
+
+
+class MessageRefused(Exception):
+    """A message of a site that has the secret, but is misshapen or not finite."""
 
 
 class Part(NamedTuple):
@@ -51,28 +57,39 @@ class Site:
                 for unit in units
                 for index in met_by(unit, own, shards)
             }
-            _, rows = self._first.request({"ask": "ranks", "holdings": sorted(met)})
+            request = {"ask": "ranks", "holdings": sorted(met)}
+            _, rows = self._first.request(request, LARGEST_DIRECTORY)
+            self._first.close()
             self._ranks = [
                 (entry, Client((entry.host, entry.port), self._secret, self._timeout))
                 for entry in entries_of(rows)
             ]
         return self._ranks
 
-    def fetch(self, header: Mapping[str, object]) -> list[Part] | None:
-        """What all these ranks answer; None if one has nothing yet. Raises SiteUnreachable."""
-        found, own = [], [[h.key, h.index, h.shards] for h in self._held]
+    def fetch(
+        self, header: Mapping[str, object], sizes_of: Callable[[Sequence[Holding]], list[int]]
+    ) -> list[Part] | None:
+        """What all these ranks answer; None if one has nothing yet. Raises SiteUnreachable.
+
+        sizes_of: the bytes that a rank with some holdings answers for each unit. Raises
+            MessageRefused for other ones.
+        """
+        parts, own = [], [[h.key, h.index, h.shards] for h in self._held]
         try:
             for entry, client in self.ranks():
-                answer, payload = client.request({**header, "holdings": own})
+                sizes = sizes_of(entry.holdings)
+                answer, payload = client.request({**header, "holdings": own}, sum(sizes))
                 if not answer:
                     return None
-                data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-                messages = list(data.split(answer["sizes"])) if answer["sizes"] else []
-                found.append(Part(entry.holdings, messages, answer.get("version", 0)))
+                if answer.get("sizes") != sizes or len(payload) != sum(sizes):
+                    raise MessageRefused
+                data = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)
+                messages = list(data[: len(payload)].split(sizes))
+                parts.append(Part(entry.holdings, messages, answer.get("version", 0)))
         except SiteUnreachable:
             self.close()  # it may have started again, at another address
             raise
-        return found
+        return parts
 
     def close(self) -> None:
         """Close all connections."""
@@ -84,11 +101,17 @@ class Site:
 class Fetcher:
     """A thread that fetches the messages of the exchanges `wanted` from all other sites."""
 
-    def __init__(self, sites: Mapping[int, Site]) -> None:
-        self._sites = sites
+    def __init__(
+        self, sites: Sequence[int], fetch: Callable[[int, int], list[Part] | None]
+    ) -> None:
+        """fetch: from a site and an exchange to its messages; None if there are none yet. May raise
+        SiteUnreachable and MessageRefused."""
+        self._sites, self._fetch = sites, fetch
         self._lock = threading.Lock()
         self._wanted: set[int] = set()
-        self._found: dict[tuple[int, int], list[Part]] = {}
+        self._parts: dict[tuple[int, int], list[Part]] = {}
+        """By exchange and site."""
+        self._refused: set[tuple[int, int]] = set()
         self._first_seen: dict[int, float] = {}
         self._patience = {site: Patience() for site in sites}
         self._is_closed, self._is_hurried = threading.Event(), threading.Event()
@@ -98,20 +121,25 @@ class Fetcher:
         """Fetch these exchanges, and forget all others."""
         with self._lock:
             self._wanted = set(events)
-            for old in [key for key in self._found if key[0] not in events]:
-                del self._found[old]
+            self._parts = {key: kept for key, kept in self._parts.items() if key[0] in events}
+            self._refused = {key for key in self._refused if key[0] in events}
             for late in [event for event in self._first_seen if event not in events]:
                 del self._first_seen[late]
 
     def held(self, event: int) -> list[int]:
         """The sites whose messages are here."""
         with self._lock:
-            return [site for found, site in self._found if found == event]
+            return [site for at, site in self._parts if at == event]
+
+    def refused(self, event: int) -> list[int]:
+        """The sites whose messages are misshapen or not finite."""
+        with self._lock:
+            return [site for at, site in self._refused if at == event]
 
     def parts(self, event: int, site: int) -> list[Part]:
         """The messages of a site that is in `held`."""
         with self._lock:
-            return self._found[event, site]
+            return self._parts[event, site]
 
     def waiting_seconds(self, event: int) -> float:
         """How long a message of another site has been here; 0 without any."""
@@ -141,16 +169,19 @@ class Fetcher:
                     (event, site)
                     for event in sorted(self._wanted)
                     for site in self._sites
-                    if (event, site) not in self._found
+                    if (event, site) not in self._parts.keys() | self._refused
                 ]
             for event, site in missing:
                 self._try(event, site)
 
     def _try(self, event: int, site: int) -> None:
-        fetch = partial(self._sites[site].fetch, {"ask": "offer", "event": event})
-        if (parts := self._patience[site].ask(fetch)) is None:
+        try:
+            parts = self._patience[site].ask(partial(self._fetch, site, event))
+        except MessageRefused:
+            with self._lock:
+                self._refused.add((event, site))
             return
         with self._lock:
-            if event in self._wanted:
-                self._found[event, site] = parts
+            if parts is not None and event in self._wanted:
+                self._parts[event, site] = parts
                 self._first_seen.setdefault(event, time.monotonic())

@@ -17,6 +17,9 @@ different places, and a rank sends another one the rows that it needs."""
 DECAY = 0.95
 """Of the errors of a sparse format, most of which are old when they are sent (SparseLoCo,
 arXiv:2603.08163)."""
+LARGEST = 2.0**96
+"""Magnitude of a change, weight or momentum of another site that is not refused, so that no sum of
+them overflows."""
 _WORD = 0x9E3779B97F4A7C15 - 2**64
 """A multiplier of checksums, as a signed number."""
 _WORDS = (torch.arange(SHARD_ALIGNMENT) * 0x9E3779B1 & 0x7FFFFFFF | 1).to(torch.int32)
@@ -107,6 +110,18 @@ class Outer:
             messages.append(self._encode(index, change, error))
         return messages
 
+    def is_sendable(self, fragment: int) -> bool:
+        """Whether the messages that `encode` made last are finite on this rank."""
+        return all(is_bounded(self.sent[index]) for index in self.fragments[fragment])
+
+    def undo(self, fragment: int) -> None:
+        """Bring this site's weights of a fragment back to what all sites agreed on last."""
+        for index in self.fragments[fragment]:
+            self.units[index].master.copy_(self.weights[index])
+            self.sent[index].zero_()
+            if self.errors:
+                self.errors[index].zero_()
+
     def encode_again(self, fragment: int) -> list[Tensor]:
         """The messages that `encode` made last, from what is known of them."""
         return [self._encode(index, self.sent[index], None) for index in self.fragments[fragment]]
@@ -122,9 +137,8 @@ class Outer:
             message[at.bytes] = encoded.view(-1).view(torch.uint8).cpu()
         return message
 
-    def decode(self, message: Tensor, count: int) -> Tensor:
+    def decode(self, message: Tensor, count: int, device: torch.device) -> Tensor:
         """The change that a message about `count` elements carries, fp32 [count] on the device."""
-        device = self.weights[0].device
         found = torch.empty(count, device=device)
         for values, at in self._rows(count):
             rows = message[at.bytes].to(device).view(self.codec.dtype).view(at.rows, -1)
@@ -169,6 +183,11 @@ class Outer:
                 places = torch.arange(first, stop, device=rows.device) * _WORD + 2 * index
                 total += (rows * (places | 1)).sum()
         return total
+
+
+def is_bounded(values: Tensor) -> bool:
+    """Whether all values fp32 [n] are finite and at most `LARGEST`."""
+    return not values.numel() or bool(values.abs().amax() <= LARGEST)  # NaN is not
 
 
 def mean_change(changes: Mapping[int, Tensor], tokens: Mapping[int, float]) -> Tensor:

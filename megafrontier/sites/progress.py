@@ -22,6 +22,8 @@ class Offer:
     """Of the weights that the sites agreed on before. None: not computed yet."""
     holds: tuple[int, ...] = ()
     """Sites whose messages all ranks hold, this one included, as far as others were told."""
+    refuses: tuple[int, ...] = ()
+    """Sites whose message some rank refuses, as far as others were told."""
 
 
 @dataclass
@@ -46,7 +48,7 @@ def fingerprint(config: Config, units: Sequence[Unit]) -> str:
     """The same for sites that can train together."""
     assert config.sites is not None
     shared = asdict(config.sites)
-    for own in ("number", "secret", "deadline_seconds", "global_batches"):
+    for own in ("number", "listen", "secret", "deadline_seconds", "global_batches"):
         del shared[own]
     splits = asdict(config.parallel)
     layouts = [(unit.name, unit.layout.entries) for unit in units]

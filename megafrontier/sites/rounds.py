@@ -41,6 +41,8 @@ class Report:
     """Of the weights that all sites agreed on before."""
     holds: tuple[int, ...]
     """The sites whose messages all ranks of this one hold, itself included."""
+    refuses: tuple[int, ...] = ()
+    """The sites whose message some rank of this one refuses: nobody waits until it is held."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,8 @@ class Rounds:
             known = Decision(event, {self.number: 0.0}, 0, NO_CHECKSUM)
         elif known is None and header["ask"] == "report":
             fields = {key: value for key, value in header.items() if key != "ask"}
-            fields["holds"] = tuple(fields["holds"])
+            for sites in ("holds", "refuses"):
+                fields[sites] = tuple(fields.get(sites, ()))
             decision = self.receive(Report(**fields))
             # This site has not come to the exchange by the deadline: the others go on without it.
             known = self._conclude(decision) if is_late_here else None
@@ -191,7 +194,7 @@ class Rounds:
             reports = list(event.reports.values())
             senders = {found.site for found in reports if found.tokens > 0}
             is_complete = self._heard <= event.reports.keys() and all(
-                senders <= set(found.holds) for found in reports
+                senders <= {*found.holds, *found.refuses} for found in reports
             )
             return decide(reports) if is_complete or is_late else None
 

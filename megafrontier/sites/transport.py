@@ -4,6 +4,12 @@ A connection begins with a nonce of 16 bytes from each side. The secret and both
 for each direction. A frame is the length of its header and of its payload, a HMAC-SHA256 with the
 key of the direction over the frame's number, the lengths, header and payload, then the header
 (JSON) and the payload (bytes). So a frame cannot be forged, changed, repeated or left out.
+
+Note [Peers without the secret]
+Nothing that a peer sends is believed before its HMAC is right. Until then its frame may not be
+longer than the longest legal one, and the time for all of it is limited, not only for each read. At
+most `MOST_UNVERIFIED` connections of a server have not sent a right frame; another one replaces the
+oldest.
 """
 
 import hmac
@@ -20,13 +26,21 @@ from typing import Any, TypeVar
 from megafrontier.common.errors import UserError
 
 Header = dict[str, Any]
-Handler = Callable[[Header, bytes], tuple[Header, bytes]]
-"""From a request's header and payload to those of the answer."""
+Handler = Callable[[Header], tuple[Header, bytes]]
+"""From a request's header to header and payload of the answer."""
 
 NONCE, MAC = 16, 32
 _LENGTHS = struct.Struct("<IQ")
-LARGEST_REQUEST = 1 << 20
-"""Bytes of a header, and of the payload of a request, whose sender may not have the key."""
+LARGEST_HEADER = 1 << 20
+"""Bytes."""
+SLOWEST = 1 << 16
+"""Bytes per second of the slowest link that a payload may take."""
+TIMEOUT_SECONDS = 5.0
+IDLE_SECONDS = 60.0
+"""After so long without a request, a server drops a connection."""
+PAUSE_SECONDS = 0.1
+"""Until a server accepts again after an error."""
+MOST_UNVERIFIED = 128
 SHORTEST_SECRET = 16
 SHORTEST_SILENCE = 0.5
 
@@ -50,19 +64,25 @@ def read_secret(path: str) -> bytes:
 
 
 class Channel:
-    """One end of a connection."""
+    """One end of a connection. timeout: seconds without a byte after which the peer is gone."""
 
-    def __init__(self, sock: socket.socket, secret: bytes, is_client: bool) -> None:
+    def __init__(self, sock: socket.socket, secret: bytes, is_client: bool, timeout: float) -> None:
         """Exchange nonces. Raises OSError."""
-        self._socket, self._is_client = sock, is_client
+        self._socket, self.timeout = sock, timeout
+        self.begin()
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sent = self._received = 0
         own = os.urandom(NONCE)
-        sock.sendall(own)
+        self._write(own)
         other = self._read(NONCE)
         nonces = own + other if is_client else other + own
         keys = [hmac.digest(secret, way + nonces, "sha256") for way in (b"request", b"answer")]
         self._send_key, self._receive_key = keys if is_client else reversed(keys)
+
+    def begin(self, largest: int = 0) -> None:
+        """Give all that is sent and received from now on `timeout`, and the time in which the
+        slowest link takes `largest` bytes."""
+        self._late = time.monotonic() + self.timeout + largest / SLOWEST
 
     def send(self, header: Header, payload: bytes = b"") -> None:
         """Send a frame. Raises OSError."""
@@ -70,14 +90,15 @@ class Channel:
         lengths = _LENGTHS.pack(len(text), len(payload))
         mac = self._mac(self._send_key, self._sent, lengths, text, payload)
         self._sent += 1
-        self._socket.sendall(lengths + mac + text)
-        self._socket.sendall(payload)
+        self._write(lengths + mac + text)
+        self._write(payload)
 
-    def receive(self) -> tuple[Header, bytes]:
-        """Receive a frame. Raises OSError, also for one that is not authentic."""
+    def receive(self, largest: int = 0) -> tuple[Header, bytes]:
+        """Receive a frame with a payload of at most `largest` bytes. Raises OSError, also for a
+        frame that is not authentic, and ValueError for a header that is not finite."""
         lengths = self._read(_LENGTHS.size)
         header_bytes, payload_bytes = _LENGTHS.unpack(lengths)
-        if max(header_bytes, 0 if self._is_client else payload_bytes) > LARGEST_REQUEST:
+        if header_bytes > LARGEST_HEADER or payload_bytes > largest:
             raise ConnectionError("a frame too long")
         mac = self._read(MAC)
         text, payload = self._read(header_bytes), self._read(payload_bytes)
@@ -85,14 +106,17 @@ class Channel:
         if not hmac.compare_digest(mac, expected):
             raise ConnectionError("a frame with another secret")
         self._received += 1
-        header: Header = json.loads(text)
+        header: Header = json.loads(text, parse_constant=_refuse_constant)
         return header, payload
 
     def close(self) -> None:
         """Close the connection."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self.shut_down()
         self._socket.close()
+
+    def shut_down(self) -> None:
+        """End what other threads send and receive."""
+        _shut_down(self._socket)
 
     @staticmethod
     def _mac(key: bytes, number: int, *parts: bytes) -> bytes:
@@ -105,6 +129,7 @@ class Channel:
         data = bytearray(length)
         view = memoryview(data)
         while view:
+            self._limit()
             count = self._socket.recv_into(view)
             if count == 0:
                 why = "" if self._received else ", is sites.secret the same there?"
@@ -112,18 +137,41 @@ class Channel:
             view = view[count:]
         return bytes(data)
 
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            self._limit()
+            view = view[self._socket.send(view) :]
+
+    def _limit(self) -> None:
+        """Let the next call of the socket take the time that is left. Raises TimeoutError."""
+        left = self._late - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._socket.settimeout(min(left, self.timeout))
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} in a header")
+
 
 class Server:
     """Answers requests in threads, one for each connection, after `start`."""
 
-    def __init__(self, secret: bytes, handler: Handler, port: int = 0) -> None:
-        """Listen on `port` (0: any free one) of all interfaces. Raises UserError if it is taken."""
+    def __init__(self, secret: bytes, handler: Handler, host: str, port: int = 0) -> None:
+        """Listen on `port` (0: any free one) of an address of this host. Raises UserError."""
         self._secret, self._handler = secret, handler
-        self._channels: set[Channel] = set()
+        self._lock, self._is_closed = threading.Lock(), threading.Event()
+        self._unverified: list[socket.socket] = []
+        """Connections without an authentic request so far, oldest first."""
+        self._peers: set[socket.socket] = set()
         try:
-            self._socket = socket.create_server(("", port), backlog=64)
-        except OSError as error:
-            raise UserError(f"sites.addresses: port {port}: {error.strerror}") from error
+            self._socket = _listen(host, port)
+        except (OSError, UnicodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            fits = "need a free port of an address of this host, or another sites.listen"
+            raise UserError(f"sites.addresses: {host}:{port}: {why}, {fits}") from error
+        self.host: str = self._socket.getsockname()[0]
         self.port: int = self._socket.getsockname()[1]
 
     def start(self) -> None:
@@ -132,58 +180,120 @@ class Server:
 
     def close(self) -> None:
         """Stop listening, and close all connections."""
-        with suppress(OSError):  # wakes `accept`
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self._is_closed.set()
+        _shut_down(self._socket)  # wakes `accept`
         self._socket.close()
-        for channel in list(self._channels):
-            channel.close()
+        with self._lock:
+            for sock in (*self._unverified, *self._peers):
+                _shut_down(sock)
 
     def _accept(self) -> None:
-        while True:
+        while not self._is_closed.is_set():
             try:
-                sock, _ = self._socket.accept()
-            except OSError:
-                return
+                self._admit(self._socket.accept()[0])
+            # Such as no more files or threads, or a peer that is gone again.
+            except (OSError, RuntimeError):
+                self._is_closed.wait(PAUSE_SECONDS)
+
+    def _admit(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._unverified.append(sock)
+            if len(self._unverified) > MOST_UNVERIFIED:
+                _shut_down(self._unverified.pop(0))  # its thread ends
+        try:
             threading.Thread(target=self._serve, args=(sock,), daemon=True, name="sites").start()
+        except RuntimeError:
+            self._forget(sock)
+            raise
 
     def _serve(self, sock: socket.socket) -> None:
-        with suppress(OSError, ValueError), sock:
-            channel = Channel(sock, self._secret, is_client=False)
-            self._channels.add(channel)
-            try:
-                while True:
-                    channel.send(*self._handler(*channel.receive()))
-            finally:
-                self._channels.discard(channel)
+        try:
+            channel = Channel(sock, self._secret, is_client=False, timeout=TIMEOUT_SECONDS)
+            header, _ = channel.receive()
+            with self._lock:
+                self._unverified.remove(sock)  # ValueError if it has been replaced
+                self._peers.add(sock)
+            channel.timeout = IDLE_SECONDS
+            while True:
+                answer, payload = self._handler(header)
+                channel.begin(len(payload))
+                channel.send(answer, payload)
+                channel.begin()
+                header, _ = channel.receive()
+        except (OSError, ValueError):
+            pass
+        finally:
+            self._forget(sock)
+
+    def _forget(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._peers.discard(sock)
+            if sock in self._unverified:
+                self._unverified.remove(sock)
+        sock.close()
+
+
+def lookup(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    """Family and address of a host. Of both kinds it is the IPv4 one, which most sites reach.
+    Raises OSError and UnicodeError."""
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = min(infos, key=lambda info: info[0] != socket.AF_INET)
+    return family, address
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, address = lookup(host, port)
+    return socket.create_server(address[:2], family=family, backlog=MOST_UNVERIFIED)
+
+
+def _shut_down(sock: socket.socket) -> None:
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 class Client:
     """Requests to one server. Connects when needed. For one thread at a time."""
 
     def __init__(self, address: tuple[str, int], secret: bytes, timeout: float) -> None:
-        """timeout: seconds, of a connection's start and of each read."""
+        """timeout: seconds for connecting, and for a request to an idle server."""
         self.address, self._secret, self._timeout = address, secret, timeout
         self._channel: Channel | None = None
+        self._used = 0.0
         self._lock = threading.Lock()
 
-    def request(self, header: Header, payload: bytes = b"") -> tuple[Header, bytes]:
-        """The answer to a request. Raises SiteUnreachable."""
+    def request(self, header: Header, largest: int = 0) -> tuple[Header, bytes]:
+        """The answer to a request, with a payload of at most `largest` bytes. Raises
+        SiteUnreachable."""
         with self._lock:
             try:
+                if time.monotonic() - self._used > IDLE_SECONDS / 2:
+                    self._drop()  # before the server does
                 if self._channel is None:
                     sock = socket.create_connection(self.address, self._timeout)
-                    self._channel = Channel(sock, self._secret, is_client=True)
-                self._channel.send(header, payload)
-                return self._channel.receive()
+                    self._channel = self._open(sock)
+                self._channel.begin(largest)
+                self._channel.send(header)
+                answer = self._channel.receive(largest)
+                self._used = time.monotonic()
+                return answer
             except (OSError, ValueError) as error:
                 self._drop()
                 host, port = self.address
                 raise SiteUnreachable(f"{host}:{port}: {error}") from error
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, also in the middle of a request."""
+        if (channel := self._channel) is not None:
+            channel.shut_down()
         with self._lock:
             self._drop()
+
+    def _open(self, sock: socket.socket) -> Channel:
+        try:
+            return Channel(sock, self._secret, is_client=True, timeout=self._timeout)
+        except OSError:
+            sock.close()
+            raise
 
     def _drop(self) -> None:
         if self._channel is not None:

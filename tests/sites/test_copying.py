@@ -1,42 +1,27 @@
 """Sites that take over another one's weights."""
 
+import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 
 from megafrontier.sites.exchange import DIFFERS, Progress, SiteExchange
-from tests import runs
 from tests.ranks import run_mesh
-from tests.sites.jobs import ports, site_options
+from tests.sites.jobs import call_both, met_sites
 
 KEYS = ("fragments: 2", "every: 4", "wire: fp32")
 
 
-def call_both(method, *arguments) -> None:
-    """Call a method of both sites at the same time."""
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(method, *arguments))
-
-
 @contextmanager
 def two_sites(folder, mesh) -> Iterator[tuple]:
-    """Two sites in this process that have met, with their trainers. The second one has gone on."""
-    config_file, found = runs.make_config_file(folder), ports(2)
-    options = [site_options(folder, found, number, *KEYS) for number in range(2)]
-    configs = [runs.load(config_file, *runs.ONE, *own) for own in options]
-    with ExitStack() as stack:
-        trainers = [stack.enter_context(runs.open_trainer(config, mesh)) for config in configs]
-        sites = [SiteExchange(trainer, trainer.config.sites) for trainer in trainers]
-        call_both(SiteExchange.at_start, sites, trainers)
+    """Two sites that have met, with their trainers. The second one has gone on."""
+    with met_sites(folder, mesh, *KEYS) as (sites, trainers):
         for weights, momentum in zip(sites[1].outer.weights, sites[1].outer.momentum, strict=True):
             weights.add_(1)
             momentum.fill_(2)
         sites[1]._progress = Progress(2, 4, [1, 1], [2, 4])
         yield sites, trainers
-        for site in sites:
-            site._endpoint.close()
 
 
 def state_of(site: int, asking: SiteExchange):
@@ -79,5 +64,15 @@ def test_sites_whose_weights_differ_after_the_last_exchange_end_with_the_same(tm
                 torch.testing.assert_close(site.outer.weights, expected, rtol=0, atol=0)
             masters = [unit.master for unit in sites[1].outer.units]
             torch.testing.assert_close(masters, expected, rtol=0, atol=0)
+
+    run_mesh((1,), body)
+
+
+def test_a_state_that_is_not_finite_is_not_copied(tmp_path):
+    def body(mesh):
+        with two_sites(tmp_path, mesh) as ((copier, source), _):
+            assert copier._endpoint.fetch_state(1, 0) is not None
+            source.outer.momentum[0][3] = math.inf
+            assert copier._endpoint.fetch_state(1, 0) is None
 
     run_mesh((1,), body)

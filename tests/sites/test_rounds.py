@@ -48,6 +48,18 @@ def test_the_lowest_site_decides_when_all_have_reported_and_not_before() -> None
     assert rounds.answer({"ask": "decision", "event": 4}, 5)["tokens"] == {0: 10.0, 1: 10.0}
 
 
+def test_nobody_waits_for_a_message_that_some_site_refuses() -> None:
+    rounds = Rounds(0, {}, deadline=100.0)
+    for site in (1, 2):
+        rounds.hear(site)
+    header = {"ask": "report", **vars(report(1, (0, 1)))}
+    assert rounds.answer({**header, "refuses": [2]}, 4) == {}
+    assert rounds.answer({"ask": "report", **vars(report(2))}, 4) == {}
+    decision = rounds.resolve(report(0))
+    assert decision is not None
+    assert sorted(decision.tokens) == [0, 1]
+
+
 def test_after_the_deadline_a_late_site_is_not_waited_for_any_more() -> None:
     rounds = Rounds(0, {}, deadline=0.0)
     rounds.hear(1)
