@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from megafrontier.config import ModelConfig, MoEConfig
-from megafrontier.families.base import (
-    LLAMA3,
-    Constraint,
-    HFConfigReader,
-    ParamMapping,
-    same,
-)
+from megafrontier.families.base import Constraint, HFConfigReader, ParamMapping, same
 from megafrontier.families.llama import Llama, gated_mlp
 from megafrontier.model.moe.layer import has_experts
 
@@ -44,7 +38,6 @@ class LlamaExperts(Llama):
             "qkv_bias": None if self.has_shared else no,
             "attention.out_bias": no,
             "mlp.bias": no,
-            "rotary_scaling": (None, LLAMA3),
             "moe": None,
         }
         return [

@@ -80,7 +80,8 @@ class Gemma2(Llama):
             "query_pre_attn_scalar": round(_scale(config) ** -2),
             "attn_logit_softcapping": attention.softcap,
             "final_logit_softcapping": config.logit_softcap,
-            "sliding_window": attention.window,
+            # transformers makes a mask of windows even if no layer has one, and needs a number.
+            "sliding_window": attention.window or self.defaults["sliding_window"],
             "layer_types": layer_types(config),
         }
 

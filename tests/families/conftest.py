@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megafrontier.families.hf_io import export_model
+from megafrontier.families.hf_io import export_model, import_model
 from megafrontier.model.gpt import GPT
 
 
@@ -31,6 +31,28 @@ def loaded(config, weights):
     model = GPT(config)
     model.load_state_dict(weights)
     return model.eval()
+
+
+def assert_same_both_ways(reference, tokens, folder):
+    """An import of a small random model of transformers, and the export of this import, have its
+    logits, and a second import equals the first. Returns the architecture of the export."""
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(reference).eval()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, 0.1, 0.2)
+    for name, buffer in theirs.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.2)
+    theirs.save_pretrained(folder / "theirs")
+    config, weights = import_model(folder / "theirs")
+    ours = loaded(config, dict(GPT(config).named_buffers()) | weights)
+    assert_same_logits(ours, theirs, tokens)
+    architecture = export_model(config, weights, folder / "back")
+    assert_same_logits(ours, load_reference(folder / "back"), tokens)
+    again, same = import_model(folder / "back")
+    assert again == config
+    assert all(torch.equal(same[name], weights[name]) for name in weights)
+    return architecture
 
 
 @pytest.fixture

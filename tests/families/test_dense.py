@@ -1,20 +1,17 @@
 """Dense families with Llama's tensors both ways, with the logits of transformers."""
 
+from copy import deepcopy
+
 import pytest
-import torch
 import transformers
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import AttentionConfig
 from megafrontier.families import FAMILIES
 from megafrontier.families.hf_io import described_model, export_model, import_model
-from tests.families.conftest import (
-    assert_same_logits,
-    change_config,
-    load_reference,
-    loaded,
-)
-from tests.families.test_families import ROTARY, SMALL_LLAMA
+from tests.families import test_experts
+from tests.families.conftest import assert_same_both_ways, change_config
+from tests.families.test_families import LLAMA3, ROTARY, SMALL_LLAMA
 
 SMALL = SMALL_LLAMA | {"num_hidden_layers": 3, "num_key_value_heads": 2}
 PLAIN = SMALL | {"rope_parameters": ROTARY}
@@ -51,6 +48,15 @@ FOREIGN = {
         },
         tie_word_embeddings=False,
     ),
+    "Gemma2 without windows": transformers.Gemma2Config(
+        **GEMMA, layer_types=["full_attention"] * 3, rope_parameters=ROTARY
+    ),
+    "Gemma3 without windows": transformers.Gemma3TextConfig(
+        **GEMMA, layer_types=["full_attention"] * 3
+    ),
+    "Gemma3 with windows alone": transformers.Gemma3TextConfig(
+        **GEMMA, layer_types=["sliding_attention"] * 3
+    ),
     "Olmo2": transformers.Olmo2Config(**PLAIN, pad_token_id=0, eos_token_id=1),
     "Phi3": transformers.Phi3Config(
         **SMALL,
@@ -80,20 +86,38 @@ FOREIGN = {
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_dense_families_have_the_logits_of_transformers_both_ways(name, tokens, tmp_path):
-    torch.manual_seed(0)
-    theirs = transformers.AutoModelForCausalLM.from_config(FOREIGN[name]).eval()
-    for parameter in theirs.parameters():
-        torch.nn.init.normal_(parameter, 0.1, 0.2)
-    theirs.save_pretrained(tmp_path / "theirs")
-    config, weights = import_model(tmp_path / "theirs")
-    ours = loaded(config, weights)
-    assert_same_logits(ours, theirs, tokens)
-    architecture = export_model(config, weights, tmp_path / "back")
-    assert architecture == type(theirs).__name__ or name == "Mistral without a window"
-    assert_same_logits(ours, load_reference(tmp_path / "back"), tokens)
-    again, same = import_model(tmp_path / "back")
-    assert again == config
-    assert all(torch.equal(same[name], weights[name]) for name in weights)
+    architecture = assert_same_both_ways(FOREIGN[name], tokens, tmp_path)
+    # A Mistral without a window is a Llama.
+    own = f"{name.split()[0]}ForCausalLM"
+    assert architecture == own or name == "Mistral without a window"
+
+
+SCALED = FOREIGN | {
+    "Llama": transformers.LlamaConfig(**PLAIN),
+    # YaRN of transformers' Mixtral needs the size.
+    **{name: deepcopy(config) for name, config in test_experts.FOREIGN.items()},
+    "MixtralForCausalLM": transformers.MixtralConfig(**test_experts.SMALL, head_dim=8),
+}
+SCALINGS = {
+    "linear": {"factor": 8.0},
+    "yarn": {"factor": 4.0, "beta_fast": 3.0, "original_max_position_embeddings": 12},
+    "llama3": LLAMA3 | {"original_max_position_embeddings": 32},
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("name", [name for name in SCALED if " " not in name and name != "Phi3"])
+def test_each_scaling_that_an_import_takes_has_the_same_logits_both_ways(
+    name, kind, tokens, tmp_path
+):
+    """Phi-3, GPT-NeoX and GPT-2 have none."""
+    config = deepcopy(SCALED[name])
+    rope = config.rope_parameters
+    scaled = {"rope_theta": 100.0, "rope_type": kind, **SCALINGS[kind]}
+    kept = {key: rope[key] for key in ("partial_rotary_factor",) if key in rope}
+    is_by_layer = "full_attention" in rope
+    config.rope_parameters = rope | {"full_attention": scaled} if is_by_layer else kept | scaled
+    assert_same_both_ways(config, tokens, tmp_path)
 
 
 def test_a_gemma_3_of_transformers_4_is_read_as_well(tmp_path):

@@ -13,6 +13,7 @@ from megafrontier.config import MoEConfig, PredictionConfig
 from megafrontier.families.hf_io import export_model, import_model
 from megafrontier.model.gpt import GPT
 from tests.families.conftest import (
+    assert_same_both_ways,
     assert_same_logits,
     change_config,
     change_tensors,
@@ -80,22 +81,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("architecture", FOREIGN)
 def test_mixtures_have_the_logits_of_transformers_both_ways(architecture, tokens, tmp_path):
-    torch.manual_seed(0)
-    theirs = transformers.AutoModelForCausalLM.from_config(FOREIGN[architecture]).eval()
-    for parameter in theirs.parameters():
-        torch.nn.init.normal_(parameter, 0.1, 0.2)
-    for name, buffer in theirs.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            torch.nn.init.normal_(buffer, 0.0, 0.2)
-    theirs.save_pretrained(tmp_path / "theirs")
-    config, weights = import_model(tmp_path / "theirs")
-    ours = loaded(config, dict(GPT(config).named_buffers()) | weights)
-    assert_same_logits(ours, theirs, tokens)
-    assert export_model(config, weights, tmp_path / "back") == architecture
-    assert_same_logits(ours, load_reference(tmp_path / "back"), tokens)
-    again, same = import_model(tmp_path / "back")
-    assert again == config
-    assert all(torch.equal(same[name], weights[name]) for name in weights)
+    assert assert_same_both_ways(FOREIGN[architecture], tokens, tmp_path) == architecture
 
 
 def test_latent_attention_without_experts_is_a_deepseek_v3(tokens, tmp_path):
