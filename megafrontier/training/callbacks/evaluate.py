@@ -1,9 +1,11 @@
 """Loss on held-out data, and results of tasks, with the model as it is sharded."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -15,6 +17,7 @@ from megafrontier.parallel.mesh import Mesh
 from megafrontier.pipeline.work import Runner, Work
 from megafrontier.training.callbacks.base import Callback, is_due
 from megafrontier.training.loop import stop_agreed
+from megafrontier.training.resume.restarts import recorded_keys
 from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer, read_step
 
@@ -75,13 +78,35 @@ class Evaluate(Callback):
     """Evaluates every `evaluate.every` steps and at the end of the run, tasks every
     `evaluate.tasks_every` steps.
 
-    A run that is asked to stop skips the evaluation, because the checkpoint is more important.
+    A run that is asked to stop skips the evaluation, because the checkpoint is more important. The
+    next start makes up for what was skipped, or cut short by a kill, after the step that it resumes
+    from.
     """
 
     def __init__(self, heartbeat: Callable[[], None] = lambda: None) -> None:
         self._heartbeat = heartbeat
         self._is_last = False
         self._has_bad_tasks = False
+
+    def at_start(self, trainer: Trainer) -> None:
+        step, chosen = trainer.step, trainer.config.evaluate
+        if step == 0:
+            return
+        path = Path(trainer.config.run.directory) / "metrics.jsonl"
+        recorded = trainer.world.broadcast_from_rank_0(
+            lambda: json.dumps(sorted(recorded_keys(path, step)))
+        )
+        keys = json.loads(recorded)
+        self._is_last = step >= trainer.last_step
+        for key, every, run in (
+            ("valid_loss", chosen.every, self._run),
+            ("tasks", chosen.tasks_every, self._run_tasks),
+        ):
+            # Without the step's own line, the step is another run's, and was evaluated there.
+            is_missing = key not in keys and "loss" in keys and is_due(every, step)
+            if is_missing or (key not in keys and self._is_last):
+                run(trainer)
+        self._is_last = False  # at_end would evaluate again
 
     def needs_settled_state(self, trainer: Trainer, step: int) -> bool:
         chosen = trainer.config.evaluate

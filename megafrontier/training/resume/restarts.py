@@ -34,7 +34,7 @@ from megafrontier.parallel.env import Identity
 from megafrontier.parallel.world import World
 
 FILE_NAME = "attempts.jsonl"
-_TAIL_BYTES = 65536
+_TAIL_BYTES = 2**20
 Entry = dict[str, Any]
 """A line of attempts.jsonl."""
 
@@ -175,11 +175,21 @@ def _launch() -> Entry:
 def reached_step(metrics: Path) -> int:
     """The last step in metrics.jsonl, 0 if there is none. A line that a kill cut short is left
     out."""
+    return next((int(line.get("step", 0)) for line in _newest_lines(metrics)), 0)
+
+
+def recorded_keys(metrics: Path, step: int) -> set[str]:
+    """The keys of all lines of a step among the newest of metrics.jsonl: the step's own line has
+    `loss`, those of evaluations `valid_loss` or `tasks`."""
+    lines = _newest_lines(metrics)
+    return {key for line in lines if line.get("step") == step for key in line}
+
+
+def _newest_lines(metrics: Path) -> Iterator[Entry]:
+    """The last lines of metrics.jsonl, newest first."""
     with suppress(OSError), metrics.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        for line in _parse(reversed(file.read().decode(errors="replace").splitlines())):
-            return int(line.get("step", 0))
-    return 0
+        yield from _parse(reversed(file.read().decode(errors="replace").splitlines()))
 
 
 def _entries(path: Path) -> Iterator[Entry]:

@@ -201,7 +201,7 @@ def _go_on_from(found: Checkpoint, trainer: Trainer, is_start: bool, run_logger:
             f"{problem}, need more than {trainer.step}, the step of {found.path}, or "
             "checkpoint.weights_only=true"
         )
-    run_logger.info(f"{problem}: reached, nothing left to do; another run.name begins anew")
+    run_logger.info(f"{problem}: reached, no step is left; another run.name begins anew")
 
 
 def _used(config: Config, manifest: Manifest, is_start: bool) -> Manifest:

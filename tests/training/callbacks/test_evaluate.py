@@ -72,6 +72,50 @@ def test_a_request_to_stop_breaks_off_an_evaluation_and_no_step_follows(config_f
     assert run_mesh((1,), body) == [(2, 2, 0, True)]
 
 
+def test_the_next_start_makes_up_for_an_evaluation_that_a_kill_prevented(config_file, tmp_path):
+    chosen = ("machine=laptop", "evaluate.batches=2", "evaluate.every=2", "checkpoint.every=2")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def start(*overrides):
+        lines = runs.run(config_file, 2, *chosen, "train.steps=4", *overrides)
+        return [(line["step"], line["valid_loss"]) for line in lines if "valid_loss" in line]
+
+    def kill_after_the_save():
+        """Leave the metrics as before the last evaluation."""
+        metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+
+    (first,) = start("train.stop_at=2")
+    kill_after_the_save()
+    whole = start()
+    assert whole[0] == first
+    assert [step for step, _ in whole] == [2, 4]
+    kill_after_the_save()
+    assert start() == start() == whole
+
+
+def test_the_next_start_makes_up_for_tasks_at_the_last_step_alone(
+    config_file, tmp_path, monkeypatch
+):
+    (tmp_path / "run").mkdir()
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text('{"step": 3, "loss": 1.0}\n{"step": 3, "valid_loss": 1.0}\n')
+    config = runs.load(config_file, "machine=laptop", "evaluate.tasks=[some]", "train.stop_at=3")
+    monkeypatch.setattr(module, "evaluate_tasks", lambda *_: {"some": {"acc": 0.5}})
+
+    def body(mesh):
+        lines = []
+        with runs.open_trainer(config, mesh) as trainer:
+            trainer.run_logger = SimpleNamespace(write=lines.append)
+            trainer.step = 3
+            loop.run(trainer, [Evaluate()])
+            trainer.config.train.stop_at = 4
+            loop.run(trainer, [Evaluate()], depth=0)
+        return [sorted(line) for line in lines]
+
+    tasks = ["step", "tasks", "tokens"]
+    assert run_mesh((1,), body) == [[tasks, ["step", "tokens", "valid_loss"], tasks]]
+
+
 def test_a_run_goes_on_without_tasks_that_fail(config_file, monkeypatch):
     config = runs.load(config_file, "machine=laptop", "evaluate.tasks=[gone]")
     asked, lines = [], []

@@ -221,4 +221,4 @@ def test_a_run_cannot_begin_where_it_is_to_end(train_alone, exit_code, tmp_path,
     assert ", or checkpoint.weights_only=true\n" in error
     train_alone(imported)
     train_alone(imported)
-    assert runs.log(tmp_path / "run").count("train.steps: 8: reached, nothing left to do") == 1
+    assert runs.log(tmp_path / "run").count("train.steps: 8: reached, no step is left") == 1
