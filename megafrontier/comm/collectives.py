@@ -6,7 +6,7 @@ chain of per-level collectives, issued on the streams of the levels. The caller 
 waits for its end.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from math import prod
@@ -25,10 +25,9 @@ from megafrontier.comm.streams import (
     Op,
     WorkHandle,
 )
-from megafrontier.comm.wires.registry import Codec
 from megafrontier.comm.wires.wire import Wire, Wires
 from megafrontier.common.buffers import Workspace
-from megafrontier.parallel.groups import all_gather, all_gather_stacked, all_to_all
+from megafrontier.parallel.groups import all_gather, all_gather_stacked
 from megafrontier.parallel.hierarchy import Hierarchy, shard_range
 
 LABEL_BYTES = 128
@@ -232,28 +231,6 @@ class LevelCollectives:
         self._reduce(wires, chain, start, stop, NO_ERRORS)
         self._streams.issue_all(self._sum_over_replicas(wires, chain, stop))
         return chain
-
-    def exchange(
-        self, chain: AsyncChain, level: int, sent: Sequence[int], received: Sequence[int]
-    ) -> None:
-        """Append to a chain an exchange over `level`, without rounding: the chain's tensor [sum of
-        `sent`] has `sent[i]` elements for the level's i-th peer, in this order, and becomes what
-        the peers send, `received[i]` elements of the i-th."""
-
-        def swap(value: torch.Tensor) -> torch.Tensor:
-            group, own = self.hierarchy.groups[level], self.hierarchy.coordinates[level]
-            assert group is not None
-            out = value.new_empty(sum(received))
-            with self.record(level, chain) as count:
-                all_to_all(out, value, group, list(received), list(sent))
-                count.append((sum(sent) - sent[own]) * value.itemsize)
-            return out
-
-        self.then(chain, level, swap)
-
-    def codec(self, level: int) -> Codec:
-        """The format of gathers over `level`."""
-        return self._wires.gather[level].codec
 
     def then(
         self, chain: AsyncChain, level: int, function: Callable[[torch.Tensor], torch.Tensor]

@@ -28,6 +28,7 @@ from math import prod
 import torch
 
 from megafrontier.comm.collectives import LevelCollectives
+from megafrontier.comm.rows import RowExchange
 from megafrontier.comm.streams import AsyncChain
 from megafrontier.parallel.hierarchy import shard_range
 from megafrontier.parallel.param_spec import ParamSpec
@@ -137,11 +138,11 @@ class MatrixOwners:
             route = id(unit.hierarchy), unit.placement.optimizer, matrix.is_cut
             routes.setdefault(route, []).append(matrix)
         for members in routes.values():
-            hops = _hops(members[0], tensor)
-            ranks = prod(hop.size for hop in hops)
+            steps = _steps(members[0], tensor)
+            ranks = prod(step.size for step in steps)
             members.sort(key=_cost, reverse=True)
             for at in range(0, len(members), ranks):
-                self._rounds.append(_Round(members[at : at + ranks], hops, tensor))
+                self._rounds.append(_Round(members[at : at + ranks], steps, tensor))
 
     def apply(
         self,
@@ -171,7 +172,7 @@ def _cost(matrix: Matrix) -> int:
 
 
 @dataclass(frozen=True)
-class _Hop:
+class _Step:
     """A level over which parts move."""
 
     collectives: LevelCollectives
@@ -187,7 +188,7 @@ class _Hop:
         return self.collectives.hierarchy.coordinates[self.level]
 
     def counts(self, matrix: Matrix) -> list[int]:
-        """How many of a matrix's elements each peer holds before the hop."""
+        """How many of a matrix's elements each peer holds before the step."""
         hierarchy = self.collectives.hierarchy
         sizes = hierarchy.levels.sizes
         if self.is_tensor:  # and each has those of its peers on the levels beyond
@@ -200,18 +201,18 @@ class _Hop:
         return found
 
 
-def _hops(matrix: Matrix, tensor: LevelCollectives | None) -> list[_Hop]:
+def _steps(matrix: Matrix, tensor: LevelCollectives | None) -> list[_Step]:
     """The levels between the ranks that have parts of a matrix, outermost first."""
     over = [(matrix.unit.collectives, matrix.unit.placement.optimizer, False)]
     if matrix.is_cut:
         assert tensor is not None
         over.append((tensor, len(tensor.hierarchy.levels.sizes), True))
-    hops = [
-        _Hop(collectives, level, is_tensor)
+    steps = [
+        _Step(collectives, level, is_tensor)
         for collectives, depth, is_tensor in over
         for level in reversed(range(depth))
     ]
-    return [hop for hop in hops if hop.size > 1]
+    return [step for step in steps if step.size > 1]
 
 
 @dataclass
@@ -224,13 +225,13 @@ class _Parts:
     """Memory that passes between streams, until the chain's end."""
 
 
-class _Exchange:
-    """The exchange of one hop. Parts of `before`, in order of the owners' coordinates, become parts
-    of `after`, those of each matrix together."""
+class _MatrixExchange:
+    """The exchange of one step. Parts of `before`, in order of the owners' coordinates, become
+    parts of `after`, those of each matrix together."""
 
     def __init__(
         self,
-        hop: _Hop,
+        step: _Step,
         counts: dict[int, list[int]],
         before: Sequence[int],
         kept: Sequence[int],
@@ -239,8 +240,8 @@ class _Exchange:
     ) -> None:
         """`counts`: by matrix, elements of each peer. `kept`: the matrices whose parts come here,
         in the order in which peers send them. `owners`: coordinates, by matrix."""
-        self._hop, peers = hop, range(hop.size)
-        own = [counts[m][hop.coordinate] for m in before]
+        self._step, peers = step, range(step.size)
+        own = [counts[m][step.coordinate] for m in before]
         self._sent = [
             sum(n for m, n in zip(before, own, strict=True) if owners[m] == peer) for peer in peers
         ]
@@ -253,14 +254,22 @@ class _Exchange:
         self._inverse = [grouped.index(part) for part in arrived]
 
     def forward(self, parts: _Parts) -> None:
-        collectives, level = self._hop.collectives, self._hop.level
-        collectives.exchange(parts.chain, level, self._sent, self._received)
+        self._move(parts, self._sent, self._received)
         self._permute(parts, self._arrived, self._order)
 
     def backward(self, parts: _Parts) -> None:
         self._permute(parts, self._grouped, self._inverse)
-        collectives, level = self._hop.collectives, self._hop.level
-        collectives.exchange(parts.chain, level, self._received, self._sent)
+        self._move(parts, self._received, self._sent)
+
+    def _move(self, parts: _Parts, sent: list[int], received: list[int]) -> None:
+        level, rows = self._step.level, RowExchange(self._step.collectives)
+
+        def move(value: torch.Tensor) -> torch.Tensor:
+            out = value.new_empty(sum(received))
+            rows.exchange(level, parts.chain, value[:, None], sent, received, out[:, None])
+            return out
+
+        rows.then(parts.chain, level, move)
 
     def _permute(self, parts: _Parts, lengths: list[int], order: list[int]) -> None:
         def permute(value: torch.Tensor) -> torch.Tensor:
@@ -269,34 +278,34 @@ class _Exchange:
             parts.held += [value, out]
             return out
 
-        self._hop.collectives.then(parts.chain, self._hop.level, permute)
+        self._step.collectives.then(parts.chain, self._step.level, permute)
 
 
 class _Round:
     """Matrices that are computed at the same time, at most one on each rank."""
 
     def __init__(
-        self, matrices: Sequence[Matrix], hops: Sequence[_Hop], tensor: LevelCollectives | None
+        self, matrices: Sequence[Matrix], steps: Sequence[_Step], tensor: LevelCollectives | None
     ) -> None:
-        sizes = [hop.size for hop in hops]
+        sizes = [step.size for step in steps]
         owners = [
             _coordinates(i * prod(sizes) // len(matrices), sizes) for i in range(len(matrices))
         ]
         here: list[int] = list(range(len(matrices)))
         first = order = _by_owner(here, owners, 0)
         self._exchanges = []
-        for number, hop in enumerate(hops):
-            here = [m for m in here if owners[m][number] == hop.coordinate]
+        for number, step in enumerate(steps):
+            here = [m for m in here if owners[m][number] == step.coordinate]
             after = _by_owner(here, owners, number + 1)
-            counts = {m: hop.counts(matrices[m]) for m in order}
+            counts = {m: step.counts(matrices[m]) for m in order}
             to = {m: owners[m][number] for m in order}
-            self._exchanges.append(_Exchange(hop, counts, order, here, after, to))
+            self._exchanges.append(_MatrixExchange(step, counts, order, here, after, to))
             order = after
         self._shards = [
             (matrices[m].index, part) for m in first for part in matrices[m].own_slices()
         ]
         rank, ranks = (0, 1)
-        if tensor is not None and any(hop.is_tensor for hop in hops):
+        if tensor is not None and any(step.is_tensor for step in steps):
             rank, ranks = tensor.hierarchy.shard_index(len(tensor.hierarchy.levels.sizes))
         self._owned = [(matrices[m], matrices[m].regions(rank, ranks)) for m in order]
 
@@ -339,7 +348,7 @@ class _Round:
 
 
 def _coordinates(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The coordinates of a rank on each of the hops, the last of which counts fastest."""
+    """The coordinates of a rank on each of the steps, the last of which counts fastest."""
     found = []
     for size in reversed(sizes):
         index, coordinate = divmod(index, size)
@@ -348,7 +357,7 @@ def _coordinates(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _by_owner(here: Sequence[int], owners: Sequence[tuple[int, ...]], number: int) -> list[int]:
-    """Matrices in the order of the owners' coordinates of hop `number`, if there is one."""
+    """Matrices in the order of the owners' coordinates of step `number`, if there is one."""
     return sorted(here, key=lambda m: owners[m][number : number + 1])
 
 

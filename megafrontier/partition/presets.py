@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from megafrontier.comm.wires.wire import Wire, Wires, make_wire
+from megafrontier.comm.wires.wire import Wires, WorkWires, make_wire
 from megafrontier.common.errors import UserError, need
 from megafrontier.config import PartitionConfig, WiresConfig
 from megafrontier.parallel.hierarchy import Levels
@@ -55,10 +55,8 @@ NOT_CROSSED = {
 """Why activations or tokens do not go over a level."""
 
 
-def work_wires(
-    moved: str, chosen: Mapping[str, str], levels: Levels, precision: str
-) -> tuple[Wire | None, ...]:
-    """The wire of activations or of tokens (`moved`) on each level; None: they keep their type.
+def work_wires(moved: str, chosen: Mapping[str, str], levels: Levels, precision: str) -> WorkWires:
+    """The formats of activations or of tokens (`moved`).
 
     chosen: `partition.wires.activations` or `tokens`. levels: the machine's, with the sizes of the
         splits that exchange them. Raises UserError for a level or a format that does not fit.
@@ -79,9 +77,11 @@ def work_wires(
                 f"{key}: fp16, but train.precision is {precision}, whose range fp16 lacks; need "
                 "bf16 or int8"
             )
-    return tuple(
-        make_wire(chosen[name]) if chosen.get(name, precision) != precision else None
-        for name in levels.names
+    return WorkWires(
+        tuple(
+            make_wire(chosen[name]).codec if chosen.get(name, precision) != precision else None
+            for name in levels.names
+        )
     )
 
 

@@ -5,7 +5,7 @@ only hidden states and their gradients cross a stage's border.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megafrontier.comm.wires.wire import Wire
+from megafrontier.comm.wires.wire import UNCHANGED, WorkWires
 from megafrontier.model.gpt import GPT
 from megafrontier.model.late_weights import LateGradients, OtherGradients
 from megafrontier.parallel.mesh import Mesh
@@ -51,7 +51,7 @@ class Pipeline:
         mesh: Mesh,
         division: Division,
         dtype: torch.dtype,
-        wires: Sequence[Wire | None] = (),
+        wires: WorkWires = UNCHANGED,
     ) -> None:
         """`dtype`: of hidden states. `wires`: of these and their gradients on each level; None, and
         by default, they keep their type. All ranks of the pipeline make it, after `shard`."""

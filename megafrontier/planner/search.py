@@ -30,7 +30,7 @@ from megafrontier.planner.checkpointing import (
 from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.rates import Rates
-from megafrontier.splits.exchange import PEAK
+from megafrontier.splits.token_dispatch import PEAK
 from megafrontier.training.host_memory import fits_host
 from megafrontier.training.plan import (
     GIB,

@@ -1,11 +1,11 @@
 """The splits of a mesh, applied to a GPT."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from megafrontier.comm.collectives import LevelCollectives
-from megafrontier.comm.wires.wire import Wire, Wires
+from megafrontier.comm.wires.wire import UNCHANGED, Wires, WorkWires
 from megafrontier.model.gpt import GPT
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.mesh import Mesh
@@ -21,16 +21,15 @@ _SPLITS = (("tensor", split_tensors), ("context", split_sequences), ("expert", s
 def apply_splits(
     model: GPT,
     mesh: Mesh,
-    activations: Sequence[Wire | None] = (),
-    tokens: Sequence[Wire | None] = (),
+    activations: WorkWires = UNCHANGED,
+    tokens: WorkWires = UNCHANGED,
     token_pieces: int = 1,
 ) -> Callable[[Engine], None]:
     """Divide a GPT, which may be on the meta device, as the splits of the mesh say.
 
     Call it before `shard`. The result connects the splits to the engine that `shard` returns; call
-    it before the first forward. `activations`, `tokens`: their wires on each level of the mesh;
-    None, and by default, they keep their type. `token_pieces`: as in `parallel`. Raises UserError
-    for a model that cannot be divided.
+    it before the first forward. `activations`, `tokens`: their formats on the levels of the mesh.
+    `token_pieces`: as in `parallel`. Raises UserError for a model that cannot be divided.
     """
     groups: list[tuple[TokenGroup | ExpertGroup, Hierarchy]] = []
     for axis, split in _SPLITS:

@@ -10,13 +10,12 @@ Parameters are replicated over these ranks as over those with other samples.
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
-from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megafrontier.comm.collectives import LevelCollectives
+from megafrontier.comm.rows import RouteStep
 from megafrontier.comm.streams import AsyncChain
 from megafrontier.common.async_copy import copy_async
 from megafrontier.common.errors import UserError
@@ -24,9 +23,8 @@ from megafrontier.model.gpt import GPT
 from megafrontier.model.kernels.chunks import chunk_attention
 from megafrontier.model.kernels.exchanges import Part, register
 from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK
-from megafrontier.parallel.groups import all_to_all
 from megafrontier.splits.documents import assign
-from megafrontier.splits.key_routes import Hop, find_routes
+from megafrontier.splits.key_routes import find_routes
 from megafrontier.splits.tokens import TokenGroup
 
 PIECES = 2
@@ -93,107 +91,45 @@ class ContextSplit:
 
     def part(self, values: Tensor, documents: Tensor) -> Tensor:
         """This rank's part [1, b · s / size, …] of values of all tokens [b, s, …]."""
-        return values.flatten(0, 1)[self._ways(documents).tokens][None]
+        return values.flatten(0, 1)[self._routes(documents).tokens][None]
 
     def parts(self, documents: Tensor) -> Sequence[Part]:
-        return self._ways(documents).parts
+        return self._routes(documents).parts
 
     def bounds(self, documents: Tensor) -> Tensor:
-        return self._ways(documents).bounds
+        return self._routes(documents).bounds
 
     def pieces(self, kv_heads: int) -> int:
         return PIECES if self.group.overlaps and kv_heads % PIECES == 0 else 1
 
     def begin_gather(self, heads: Tensor, documents: Tensor) -> Callable[[], Tensor]:
-        ways = self._ways(documents)
-        collectives = self.group.of_type(heads.dtype)
-        rows = heads.new_empty(ways.rows, *heads.shape[1:])
-        rows[: len(heads)] = heads
-        chain = AsyncChain(rows, "gather activations", kind="activations")
-        for way in ways.hops:
-            collectives.then(chain, way.level, partial(way.gather, collectives, chain))
-        return lambda: self.group.wait(chain).index_select(0, ways.past)
+        routes, exchange = self._routes(documents), self.group.row_exchange()
+        room = heads.new_empty(routes.rows, *heads.shape[1:])
+        room[: len(heads)] = heads
+        chain = AsyncChain(room[: len(heads)], "gather activations", kind="activations")
+        for step in routes.steps:
+            exchange.then(chain, step.level, partial(exchange.spread, step, chain, room=room))
+        return lambda: self.group.wait(chain).index_select(0, routes.past)
 
     def begin_reduce(
         self, heads: Tensor, documents: Tensor, dtype: torch.dtype
     ) -> Callable[[], Tensor]:
-        ways = self._ways(documents)
-        collectives = self.group.of_type(dtype)
-        rows = heads.new_zeros(ways.rows, *heads.shape[1:])
-        rows[ways.past] = heads[: len(ways.past)]
+        routes, exchange = self._routes(documents), self.group.row_exchange()
+        rows = heads.new_zeros(routes.rows, *heads.shape[1:])
+        rows[routes.past] = heads[: len(routes.past)]
         chain = AsyncChain(rows, "reduce activations", kind="activations")
-        for way in reversed(ways.hops):
-            collectives.then(chain, way.level, partial(way.reduce, collectives, chain, dtype))
-        return lambda: self.group.wait(chain)[: len(ways.tokens)]
+        for step in reversed(routes.steps):
+            exchange.then(chain, step.level, partial(exchange.collect, step, chain, dtype=dtype))
+        return lambda: self.group.wait(chain)[: len(routes.tokens)]
 
-    def _ways(self, documents: Tensor) -> "_Ways":
+    def _routes(self, documents: Tensor) -> "_DeviceRoutes":
         group = self.group
         ranks = group.levels, group.index, group.device
-        return _find_ways(tuple(documents.tolist()), *ranks, self.window)
+        return _find_routes(tuple(documents.tolist()), *ranks, self.window)
 
 
-class _Way(NamedTuple):
-    """A hop, with its numbers of tokens on the device."""
-
-    hop: Hop
-    sent: Tensor
-    first: int
-    """The number of the first token that is received."""
-
-    @property
-    def level(self) -> int:
-        return self.hop.level
-
-    def gather(self, collectives: LevelCollectives, chain: AsyncChain, rows: Tensor) -> Tensor:
-        """Fill the rows that the peers send."""
-        hop = self.hop
-        out = rows[self.first : self.first + sum(hop.receives)]
-        sent = rows.index_select(0, self.sent)
-        self._exchange(collectives, chain, sent, hop.sends, out, hop.receives)
-        return rows
-
-    def reduce(
-        self, collectives: LevelCollectives, chain: AsyncChain, dtype: torch.dtype, rows: Tensor
-    ) -> Tensor:
-        """Send back the gradients of these rows, and add those that come back."""
-        hop = self.hop
-        sent = rows[self.first : self.first + sum(hop.receives)].to(dtype)
-        out = sent.new_empty(sum(hop.sends), *rows.shape[1:])
-        self._exchange(collectives, chain, sent, hop.receives, out, hop.sends)
-        # Peer by peer, because a device adds up rows with the same number in any order.
-        for numbers, part in zip(self.sent.split(hop.sends), out.split(hop.sends), strict=True):
-            rows.index_add_(0, numbers, part.float())
-        return rows
-
-    def _exchange(
-        self,
-        collectives: LevelCollectives,
-        chain: AsyncChain,
-        rows: Tensor,
-        sizes: list[int],
-        out: Tensor,
-        received: list[int],
-    ) -> None:
-        """Send the next `sizes[i]` of `rows` to peer i, and receive the next `received[i]` rows of
-        `out` from it. Each row is a message of its own."""
-        group, codec = collectives.hierarchy.groups[self.level], collectives.codec(self.level)
-        assert group is not None
-        with collectives.record(self.level, chain) as sent:
-            if codec.sends_unchanged(rows.dtype):
-                all_to_all(out, rows, group, received, sizes)
-                sent.append(rows.nbytes)
-                return
-            length = codec.message_length(prod(rows.shape[1:]))
-            messages = rows.new_empty(len(rows), length, dtype=codec.dtype)
-            found = rows.new_empty(len(out), length, dtype=codec.dtype)
-            codec.encode(rows.flatten(1), messages)
-            all_to_all(found, messages, group, received, sizes)
-            codec.decode(found, out.flatten(1))
-            sent.append(messages.nbytes)
-
-
-class _Ways(NamedTuple):
-    """`Routes`, with all numbers on the device."""
+class _DeviceRoutes(NamedTuple):
+    """`KeyRoutes`, with all numbers on the device."""
 
     parts: list[Part]
     bounds: Tensor
@@ -201,26 +137,27 @@ class _Ways(NamedTuple):
     tokens: Tensor
     """This rank's tokens among all of the micro-batch."""
     past: Tensor
-    hops: list[_Way]
+    steps: list[RouteStep]
     rows: int
 
 
 @lru_cache(maxsize=32)
-def _find_ways(
+def _find_routes(
     documents: tuple[int, ...],
     sizes: tuple[int, ...],
     index: int,
     device: torch.device,
     window: int,
-) -> _Ways:
-    own, pasts, past, hops, count = find_routes(documents, sizes, index, window)
+) -> _DeviceRoutes:
+    own, pasts, past, planned, count = find_routes(documents, sizes, index, window)
     bounds = [*accumulate((part.stop - part.start for part in own), initial=0)]
     parts = [Part(slice(*at), past) for at, past in zip(pairwise(bounds), pasts, strict=True)]
     tokens = torch.cat([torch.arange(part.start, part.stop) for part in own])
-    ways, first = [], bounds[-1]
-    for hop in hops:
-        ways.append(_Way(hop, copy_async(torch.from_numpy(hop.sent), device), first))
-        first += sum(hop.receives)
+    steps, rows = [], bounds[-1]
+    for level, numbers, sends, receives in planned:
+        send = copy_async(torch.from_numpy(numbers), device)
+        steps.append(RouteStep(level, send, sends, receives, rows))
+        rows += sum(receives)
     starts = torch.tensor(bounds, dtype=torch.int32)
     at, before = copy_async(tokens, device), copy_async(torch.from_numpy(past), device)
-    return _Ways(parts, copy_async(starts, device), at, before, ways, count)
+    return _DeviceRoutes(parts, copy_async(starts, device), at, before, steps, count)

@@ -1,8 +1,8 @@
 """Expert parallelism: each rank has some experts, and tokens move to theirs and back.
 
-Tokens move level by level (routes.py): over each level once per distinct group beyond it, however
-many of the token's experts lie there. Weighted results of the experts are summed inside before they
-go back over the level. Gradients take the same ways in the other direction.
+Tokens move level by level (token_routes.py): over each level once per distinct group beyond it,
+however many of the token's experts lie there. Weighted results of the experts are summed inside
+before they go back over the level. Gradients take the same routes in the other direction.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megafrontier.comm.wires.wire import Wire
+from megafrontier.comm.wires.wire import UNCHANGED, WorkWires
 from megafrontier.common.errors import UserError
 from megafrontier.model.gpt import GPT
 from megafrontier.model.moe.experts import Experts
@@ -22,8 +22,8 @@ from megafrontier.model.moe.layer import MoE
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.param_spec import set_spec, spec_of
 from megafrontier.partition.engine import Engine
-from megafrontier.splits.exchange import Move, Routes, TokenExchange
-from megafrontier.splits.routes import ABSENT, Counts
+from megafrontier.splits.token_dispatch import Move, TokenExchange, TokenRoutes
+from megafrontier.splits.token_routes import ABSENT, Counts
 
 
 def check_expert_split(experts: int, size: int, key: str = "parallel.expert") -> None:
@@ -72,12 +72,9 @@ class ExpertGroup:
         """Pieces in which the tokens of a forward move. While the experts process one, the next is
         on its way, and so are the results of the one before."""
 
-    def connect(
-        self, engine: Engine, hierarchy: Hierarchy, wires: Sequence[Wire | None] = ()
-    ) -> None:
+    def connect(self, engine: Engine, hierarchy: Hierarchy, wires: WorkWires = UNCHANGED) -> None:
         """Let tokens move over the levels of `hierarchy`, on the streams of `engine`. Call it
-        before the first forward. `wires`: of each level; None, and by default, the tokens keep
-        their type."""
+        before the first forward."""
         self._exchange = TokenExchange(engine, hierarchy, wires)
 
     def dispatch(
@@ -146,7 +143,7 @@ class _Passage:
     exchange: TokenExchange
     experts: Experts
     counts: Counts
-    routes: Routes = field(default_factory=Routes)
+    routes: TokenRoutes = field(default_factory=TokenRoutes)
     move: Move | None = None
     """In flight."""
 

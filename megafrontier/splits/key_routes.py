@@ -1,8 +1,8 @@
-"""The way of keys and values over the levels of a context split: a pure function of the documents.
+"""The routes of keys and values over the levels of a context split: a function of the documents.
 
 A rank needs the keys and values of its documents' earlier tokens. They cross the levels from the
 slowest to the fastest: a token that several ranks of a node need enters the node once. Every rank
-computes the ways of all tokens, so no sizes are exchanged.
+computes the routes of all tokens, so no sizes are exchanged.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from megafrontier.splits.documents import Part, assign
 Flags = NDArray[np.bool_]
 
 
-class Hop(NamedTuple):
+class KeyStep(NamedTuple):
     """What a rank sends to its peers at one level, and what it gets from them.
 
     A rank's tokens are numbered in the order in which it gets them: first those that it owns.
@@ -32,7 +32,7 @@ class Hop(NamedTuple):
     """How many tokens come from each peer. They get the next numbers."""
 
 
-class Routes(NamedTuple):
+class KeyRoutes(NamedTuple):
     """What a rank owns, needs, sends and gets."""
 
     own: tuple[Part, ...]
@@ -41,7 +41,7 @@ class Routes(NamedTuple):
     """For each part, where the earlier tokens that it attends to are among those of `past`."""
     past: NDArray[np.int64]
     """The tokens that it needs, by their numbers, each document's in order."""
-    hops: list[Hop]
+    steps: list[KeyStep]
     """Of the levels, slowest first. A level at which no rank sends has none."""
     tokens: int
     """How many tokens it has in the end."""
@@ -49,7 +49,7 @@ class Routes(NamedTuple):
 
 def find_routes(
     bounds: tuple[int, ...], sizes: tuple[int, ...], index: int, window: int = 0
-) -> Routes:
+) -> KeyRoutes:
     """The routes of the `index`-th rank of levels of these sizes, fastest first.
 
     The fastest level has the largest steps in `index`, as in `Hierarchy.shard_index`. `bounds`: as
@@ -62,7 +62,7 @@ def find_routes(
     has = owners == np.arange(prod(sizes))[:, None]
     numbers = _Numbers(parts)
     numbers.add(has[index])
-    hops = []
+    steps = []
     for level in reversed(range(len(sizes))):
         step, around = prod(sizes[level + 1 :]), prod(sizes[level:])
         # Over this level come the tokens that any rank needs that gets them from here over the
@@ -77,10 +77,12 @@ def find_routes(
         before, has = has, has | shared.reshape(has.shape)
         if (before != has).any():
             counts = [numbers.count(some) for some in sent]
-            hops.append(Hop(level, numbers.of(sent), counts, [numbers.add(x) for x in received]))
+            chosen = numbers.of(sent)
+            arriving = [numbers.add(some) for some in received]
+            steps.append(KeyStep(level, chosen, counts, arriving))
     own = tuple(part for part in parts if part.rank == index)
     past = numbers.of([needed[index]])
-    return Routes(own, _pasts(index, parts, firsts, needed[index]), past, hops, numbers.total)
+    return KeyRoutes(own, _pasts(index, parts, firsts, needed[index]), past, steps, numbers.total)
 
 
 def _first_needed(parts: Sequence[Part], window: int) -> NDArray[np.int64]:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from megafrontier.comm.collectives import LevelCollectives
+from megafrontier.comm.rows import RowExchange
 from megafrontier.comm.streams import AsyncChain
 from megafrontier.comm.wires.block import INT8
-from megafrontier.comm.wires.registry import CastCodec
-from megafrontier.comm.wires.wire import Wire, Wires
+from megafrontier.comm.wires.wire import UNCHANGED, WorkWires
 from megafrontier.model.kernels.float8 import formats, product, quantized, weight_gradient
 from megafrontier.model.late_weights import keep_for_weights
 from megafrontier.model.recompute.checkpointing import save_results_of
@@ -46,15 +46,12 @@ class TokenGroup:
         """What operators get instead of the group."""
         _groups[self.number] = self
 
-    def connect(
-        self, engine: Engine, hierarchy: Hierarchy, wires: Sequence[Wire | None] = ()
-    ) -> None:
+    def connect(self, engine: Engine, hierarchy: Hierarchy, wires: WorkWires = UNCHANGED) -> None:
         """Let the activations move over the levels of `hierarchy`, on the streams of `engine`. Call
-        it before the first forward. `wires`: of each level; None, and by default, the activations
-        keep their type."""
+        it before the first forward."""
         self._engine, self._hierarchy = engine, hierarchy
         self._depth = len(hierarchy.levels.sizes)
-        self._wires = tuple(wires) or (None,) * self._depth
+        self._wires = wires
         self._collectives: dict[tuple[torch.dtype, bool], LevelCollectives] = {}
 
     @property
@@ -103,12 +100,15 @@ class TokenGroup:
         """The collectives for activations of `dtype`; with `is_exact`, they send this type."""
         key = dtype, is_exact
         if key not in self._collectives:
-            own = Wire(CastCodec(dtype))
-            wires = tuple(own if is_exact or wire is None else wire for wire in self._wires)
+            chosen = UNCHANGED if is_exact else self._wires
             self._collectives[key] = self._engine.collectives(
-                self._hierarchy, Wires(wires, wires), "activations"
+                self._hierarchy, chosen.wires(self._depth, dtype), "activations"
             )
         return self._collectives[key]
+
+    def row_exchange(self) -> RowExchange:
+        """The exchange of rows between these ranks."""
+        return RowExchange(self.of_type(torch.float32, is_exact=True), self._wires)
 
     def wait(self, chain: AsyncChain) -> Tensor:
         """Wait for a collective, and note in the ledger how long it took."""
@@ -118,7 +118,7 @@ class TokenGroup:
     def pieces(self, rows: int, width: int) -> list[slice]:
         """The pieces of each rank's `rows` tokens [width] that move one after another."""
         number = PIECES if self.overlaps and rows >= PIECES else 1
-        return cut_pieces(rows, number, width if any(self._wires) else INT8.block)
+        return cut_pieces(rows, number, INT8.block if self._wires.is_exact else width)
 
     def gathered_pieces(self, part: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Gather a part [m, …] piece by piece, each under the caller's use of the one before.

@@ -1,13 +1,13 @@
 """The bytes that tensor and expert parallelism send, by formula."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import comb, prod
 from typing import NamedTuple
 
 import torch
 
 from megafrontier.comm.wires.registry import CastCodec
-from megafrontier.comm.wires.wire import Wire
+from megafrontier.comm.wires.wire import UNCHANGED, WorkWires
 from megafrontier.config import ModelConfig, MoEConfig
 from megafrontier.model.moe.layer import has_experts
 from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK, Modes, modes_of
@@ -32,7 +32,7 @@ def tensor_bytes(
     levels: Levels,
     tokens: int,
     dtype: torch.dtype,
-    wires: Sequence[Wire | None] = (),
+    wires: WorkWires = UNCHANGED,
     *,
     overlaps: bool,
     chunk_tokens: int,
@@ -49,16 +49,12 @@ def tensor_bytes(
     size = levels.ranks
     if size == 1:
         return [0] * len(levels.sizes)
-    codecs = [
-        wire.codec if wire else CastCodec(dtype) for wire in wires or [None] * len(levels.sizes)
-    ]
     totals = [0] * len(levels.sizes)
     for move, times in _moves(config, size, tokens, chunk_tokens, checkpointing, late_weights):
-        for rows in _rows(move, overlaps, any(wires)):
+        for rows in _rows(move, overlaps, not wires.is_exact):
             for level, count in enumerate(levels.sizes):
-                has_wire = bool(wires) and wires[level] is not None
-                in_fp32 = move.is_exact or (move.is_fp32 and not has_wire)
-                codec = CastCodec(torch.float32) if in_fp32 else codecs[level]
+                codec = wires.codec(level, torch.float32 if move.is_fp32 else dtype)
+                codec = CastCodec(torch.float32) if move.is_exact else codec
                 shard = size * rows * move.width // prod(levels.sizes[: level + 1])
                 totals[level] += times * (count - 1) * codec.message_bytes(shard)
     return totals
@@ -131,7 +127,7 @@ def token_bytes(
     levels: Levels,
     tokens: int,
     dtype: torch.dtype,
-    wires: Sequence[Wire | None] = (),
+    wires: WorkWires = UNCHANGED,
     checkpointing: Modes = "none",
 ) -> list[int]:
     """Bytes that one rank sends over each level in forward and backward of a micro-batch, in the
@@ -150,8 +146,7 @@ def token_bytes(
     for level, (stride, size) in enumerate(zip(levels.strides, levels.sizes, strict=True)):
         groups = levels.ranks // stride
         rows = tokens * groups * distinct_share(moe, moe.experts // groups) * (size - 1) / size
-        wire = wires[level] if wires else None
-        row = (wire.codec if wire else CastCodec(dtype)).message_bytes(config.hidden)
+        row = wires.codec(level, dtype).message_bytes(config.hidden)
         # There and back, and the gradients; those of weights go with the tokens'.
         each = (4 * blocks + 2 * again) * row + (3 * blocks + 2 * again) * beside
         found.append(round(rows * each))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from megafrontier.comm.wires.registry import DTYPES
-from megafrontier.comm.wires.wire import Wire
+from megafrontier.comm.wires.wire import UNCHANGED, WorkWires
 from megafrontier.common.errors import UserError, need
 from megafrontier.config import Config, ExpertsPartitionConfig, MachineConfig, load_machine
 from megafrontier.data.sampling.batches import BatchSizes
@@ -70,9 +70,9 @@ class RunPlan:
     experts: StatePlan
     """The same of experts, on the levels over which these are replicated."""
     division: Division
-    activations: tuple[Wire | None, ...] = ()
-    """The wires of activations (`presets.work_wires`)."""
-    tokens: tuple[Wire | None, ...] = ()
+    activations: WorkWires = UNCHANGED
+    """The wires of activations."""
+    tokens: WorkWires = UNCHANGED
     """The wires of tokens of an expert split."""
     is_offloaded: bool = False
     """Whether masters and the optimizer's states are in host memory."""

@@ -6,7 +6,8 @@ from importlib.util import find_spec
 
 import torch
 
-from megafrontier.comm.wires.wire import Wire
+from megafrontier.comm.wires.registry import DTYPES
+from megafrontier.comm.wires.wire import Wire, WorkWires
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
@@ -236,10 +237,11 @@ def _describe_formats(state: StatePlan, levels: Levels) -> str:
     return line
 
 
-def _formats_of_work(config: Config, wires: Sequence[Wire | None], levels: Levels) -> str:
+def _formats_of_work(config: Config, wires: WorkWires, levels: Levels) -> str:
     """The formats on the `levels` of splits, which have size 1 where no split crosses."""
+    dtype = DTYPES[config.train.precision]
     return ", ".join(
-        f"{name} {wire.name if wire else config.train.precision}"
-        for name, wire, size in zip(levels.names, wires, levels.sizes, strict=True)
+        f"{name} {wires.codec(level, dtype).name}"
+        for level, (name, size) in enumerate(zip(levels.names, levels.sizes, strict=True))
         if size > 1
     )

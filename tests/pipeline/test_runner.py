@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megafrontier.comm.wires.wire import make_wire
+from megafrontier.comm.wires.wire import WorkWires, make_wire
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.parallel.mesh import Splits
 from megafrontier.partition import Placement
@@ -156,14 +156,16 @@ def test_hidden_states_and_their_gradients_cross_a_border_in_few_bits(wire):
     tokens, targets = batch(case, 0)
 
     def body(mesh):
-        wires = [make_wire(wire)]
+        wires = WorkWires((make_wire(wire).codec,))
         model, engine, _ = split_model(case, "ddp", mesh)
         pipeline = connected(case, mesh, model, engine, wires)
         engine.ledger.take_kinds(wait=True)
         pipeline.train(Work([Batch(tokens[:2], targets[:2], None, 0)] * 3))
         mesh.drain_and_barrier()
         (kinds,) = engine.ledger.take_kinds(wait=True)
-        assert kinds["activations"].bytes == 3 * wires[0].codec.message_bytes(2 * 24 * 32)
+        assert kinds["activations"].bytes == 3 * wires.codec(0, torch.float32).message_bytes(
+            2 * 24 * 32
+        )
         return train_split(case, "ddp", mesh, wires)
 
     ((loss, norm, gradients),) = train_alone(case)

@@ -24,7 +24,7 @@ from megafrontier.planner.simulation.rank import STEPS
 from megafrontier.planner.simulation.routing import Kind, worst_routing
 from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.splits import exchange
-from megafrontier.splits.exchange import PEAK
+from megafrontier.splits.token_dispatch import PEAK
 from megafrontier.training.loop import start_step
 from megafrontier.training.plan import GIB, resolve_plan
 from megafrontier.training.trainer import Trainer, build_model, make_trainer

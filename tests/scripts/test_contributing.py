@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megafrontier.comm.wires import registry
-from megafrontier.comm.wires.wire import Wire, make_wire
+from megafrontier.comm.wires.wire import Wire, WorkWires, make_wire
 from megafrontier.common.buffers import Workspace
 from megafrontier.config import SitesConfig
 from megafrontier.parallel.mesh import Splits
@@ -17,7 +17,7 @@ from megafrontier.pipeline.messages import Messenger
 from megafrontier.pipeline.table import Transfer, TransferKind
 from megafrontier.sites import outer
 from megafrontier.splits.context import ContextSplit
-from megafrontier.splits.exchange import TokenExchange
+from megafrontier.splits.token_dispatch import TokenExchange
 from megafrontier.splits.tokens import TokenGroup
 from megafrontier.training.callbacks.base import Callback
 from tests.partition.tiny import build, engine_step, finished_gradients
@@ -151,8 +151,8 @@ def codec(request, monkeypatch):
 def test_any_codec_carries_tokens_and_activations(codec):
 
     def body(mesh):
-        wires = None, Wire(codec)
-        return [[moved(mesh, move, (wire,)) for wire in wires] for move in MOVES]
+        formats = WorkWires((None,)), WorkWires((codec,))
+        return [[moved(mesh, move, wires) for wires in formats] for move in MOVES]
 
     for rank in run_mesh((2,), body, splits=Splits(pipeline=2)):
         for move, ((exact, plain), (result, sent)) in zip(MOVES, rank, strict=True):

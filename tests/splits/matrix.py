@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafrontier.comm.wires.wire import Wire
+from megafrontier.comm.wires.wire import UNCHANGED, WorkWires
 from megafrontier.config import ParallelConfig
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.gpt import GPT
@@ -106,7 +106,7 @@ def train_alone(case: Case) -> list[Step]:
 
 
 def split_model(
-    case: Case, strategy: str, mesh: Any, wires: Sequence[Wire | None] = ()
+    case: Case, strategy: str, mesh: Any, wires: WorkWires = UNCHANGED
 ) -> tuple[GPT, Engine, dict[str, ParamSpec]]:
     """This rank's part of the model, its engine, and the specs of its parameters. `wires`: of
     activations and tokens."""
@@ -131,7 +131,7 @@ def split_model(
 
 
 def train_split(
-    case: Case, strategy: str, mesh: Any, wires: Sequence[Wire | None] = ()
+    case: Case, strategy: str, mesh: Any, wires: WorkWires = UNCHANGED
 ) -> list[tuple[float, float, list[Any]]]:
     """Loss, norm and this rank's parts (name, first, values) of each step's gradients."""
     model, engine, specs = split_model(case, strategy, mesh, wires)
@@ -145,7 +145,7 @@ def train_split(
 
 
 def connected(
-    case: Case, mesh: Any, model: GPT, engine: Engine, wires: Sequence[Wire | None] = ()
+    case: Case, mesh: Any, model: GPT, engine: Engine, wires: WorkWires = UNCHANGED
 ) -> Pipeline | None:
     """The pipeline of a model whose stages this rank has some of. `wires`: of hidden states."""
     if mesh.splits.pipeline == 1:

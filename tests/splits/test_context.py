@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from megafrontier.comm.wires.wire import make_wire
+from megafrontier.comm.wires.wire import UNCHANGED, WorkWires, make_wire
 from megafrontier.common.errors import UserError
 from megafrontier.config import ScalingConfig
 from megafrontier.model.gpt import GPT
@@ -98,7 +98,7 @@ def test_every_combination_on_8_ranks_gives_one_processs_losses_and_gradients(si
     sweep(sizes, splits, cases)
 
 
-def built(mesh, length, checkpointing="none", chunk=16, wires=(), **changes):
+def built(mesh, length, checkpointing="none", chunk=16, wires=UNCHANGED, **changes):
     """A model of sequences of `length` tokens on the ranks of a mesh, and its engine."""
     config = small_config(**{**GROUPED, **changes, "sequence_length": length})
     with torch.device("meta"):
@@ -157,7 +157,9 @@ def test_only_keys_and_values_that_a_rank_needs_cross_ranks_three_times_a_block(
     length, ranks, layers, kv_heads, head_size = 64, 4, 2, 2, 8
 
     def sent(mesh):
-        model, engine = built(mesh, length, checkpointing, wires=(make_wire(wire),))
+        model, engine = built(
+            mesh, length, checkpointing, wires=WorkWires((make_wire(wire).codec,))
+        )
         tokens = ids(length)
         engine.ledger.take(wait=True)
         with engine.no_sync(True):

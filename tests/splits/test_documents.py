@@ -73,18 +73,18 @@ def test_every_rank_gets_each_token_that_it_needs_once(sizes, documents, window)
     bounds = (0, *starts, tokens)
     routes = [find_routes(bounds, sizes, index, window) for index in range(ranks)]
     held = [[t for part in r.own for t in range(part.start, part.stop)] for r in routes]
-    for number, hop in enumerate(routes[0].hops):
+    for number, hop in enumerate(routes[0].steps):
         step = prod(sizes[hop.level + 1 :])
         messages = {}
         for index, route in enumerate(routes):
-            own = route.hops[number]
+            own = route.steps[number]
             assert own.level == hop.level
             rows = iter([held[index][i] for i in own.sent])
             for peer, count in enumerate(own.sends):
                 messages[index, peer] = [next(rows) for _ in range(count)]
         for index, route in enumerate(routes):
             at = index // step % sizes[hop.level]
-            for peer, count in enumerate(route.hops[number].receives):
+            for peer, count in enumerate(route.steps[number].receives):
                 sender = index + (peer - at) * step
                 assert len(messages[sender, at]) == count
                 held[index] += messages[sender, at]
@@ -114,7 +114,7 @@ def test_with_a_window_a_part_needs_only_the_parts_that_it_reaches():
 def test_a_token_enters_a_node_once():
     """Of 4 nodes of 2 ranks: over the slow level no node gets a token twice."""
     routes = [find_routes((0, 8 * 48), (2, 4), index) for index in range(8)]
-    outer = [route.hops[0] for route in routes]
+    outer = [route.steps[0] for route in routes]
     assert [hop.level for hop in outer] == [1] * 8
     for node in range(4):
         received = sum(sum(outer[node + 4 * rank].receives) for rank in range(2))

@@ -164,3 +164,30 @@ class Wires:
     def have_deltas(self) -> bool:
         """Whether published weights depend on those published before."""
         return any(wire.is_delta for wire in self.gather)
+
+
+@dataclass(frozen=True)
+class WorkWires:
+    """The formats of activations or tokens, one for each level. None: they keep their type, and so
+    they do on all levels by default."""
+
+    codecs: tuple[Codec | None, ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether they keep their type on all levels."""
+        return not any(self.codecs)
+
+    def codec(self, level: int, dtype: torch.dtype) -> Codec:
+        """The format in which values of `dtype` cross a level."""
+        chosen = self.codecs[level] if self.codecs else None
+        return chosen or CastCodec(dtype)
+
+    def wires(self, levels: int, dtype: torch.dtype) -> Wires:
+        """The same formats for collectives of `dtype` over so many levels."""
+        both = tuple(Wire(self.codec(level, dtype)) for level in range(levels))
+        return Wires(both, both)
+
+
+UNCHANGED = WorkWires()
+"""Everything keeps its type."""

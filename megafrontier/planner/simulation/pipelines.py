@@ -127,9 +127,8 @@ def _transfer_seconds(config: Config, plan: RunPlan, rates: Rates) -> float:
     elements //= splits.tensor * splits.context
 
     def seconds(level: int) -> float:
-        wire = plan.activations[level]
-        size = elements * DTYPES[config.train.precision].itemsize
-        size = size if wire is None else wire.codec.message_bytes(elements)
+        codec = plan.activations.codec(level, DTYPES[config.train.precision])
+        size = codec.message_bytes(elements)
         return rates.links[plan.levels.names[level]].seconds(size, 1)
 
     return max(map(seconds, levels))

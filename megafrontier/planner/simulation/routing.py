@@ -34,8 +34,8 @@ from megafrontier.model.moe.products import (
 from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.planner.simulation.meter import running_meter
-from megafrontier.splits.exchange import PEAK, READERS
-from megafrontier.splits.routes import Counts
+from megafrontier.splits.token_dispatch import PEAK, READERS
+from megafrontier.splits.token_routes import Counts
 from megafrontier.splits.traffic import distinct_share
 
 Kind = Literal["uniform", "full", "one"]

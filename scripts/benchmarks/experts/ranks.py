@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megafrontier.comm.wires.wire import Wire, make_wire
+from megafrontier.comm.wires.wire import Wire, WorkWires, make_wire
 from megafrontier.config import ModelConfig, load_config
 from megafrontier.config.model.moe import MoEConfig
 from megafrontier.launch.context import join_machine
@@ -66,7 +66,9 @@ def run(job: Job) -> Answer:
 def by_level(mesh: Mesh, engine: Engine, wire: Wire | None) -> Callable[..., Any]:
     """The project's dispatch, with `wire` between nodes and bf16 inside."""
     group, depth = ExpertGroup(), len(mesh.levels.sizes)
-    group.connect(engine, mesh.hierarchy(("expert",)), (*[None] * (depth - 1), wire))
+    group.connect(
+        engine, mesh.hierarchy(("expert",)), WorkWires((*[None] * (depth - 1), wire and wire.codec))
+    )
     return group.dispatch
 
 

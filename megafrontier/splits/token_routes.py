@@ -9,47 +9,20 @@ all the token's experts there.
 `Routes` holds the tables of one micro-batch. `ExpertGroup` (experts.py) moves the tokens.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from megafrontier.comm.rows import RouteStep
 from megafrontier.parallel.hierarchy import Levels
 
 ABSENT = -1
 """In place of an expert that is not in this rank's group."""
 
 
-@dataclass(frozen=True)
-class Hop:
-    """The rows that one rank sends over one level, receives and keeps.
-
-    After the hop the rank has `keep` of its rows, and then those of each peer, in the order of the
-    peers.
-    """
-
-    level: int
-    keep: Tensor
-    """int64: rows that stay on this rank."""
-    send: Tensor
-    """int64: rows to send, ordered by peer."""
-    sent: list[int]
-    """Rows for each peer; 0 for the rank itself."""
-    received: list[int]
-    """Rows of each peer; 0 for the rank itself."""
-    rows: int
-    """Rows before the hop."""
-
-    @property
-    def rows_after(self) -> int:
-        """Rows after the hop."""
-        return len(self.keep) + sum(self.received)
-
-
 class Counts:
     """How many rows and pairs (token, expert) go where, of a number of tokens on every rank.
 
-    A rank counts its own with `of`. The counts of all ranks say how many rows each hop has on each.
+    A rank counts its own with `of`. The counts of all ranks say how many rows each step has.
     """
 
     def __init__(self, levels: Levels, table: Tensor) -> None:
@@ -82,7 +55,7 @@ class Counts:
 
     @property
     def most(self) -> int:
-        """Pairs, or rows after a hop, of the rank that has most."""
+        """Pairs, or rows after a step, of the rank that has most."""
         found = [self._pairs.sum(0)]
         for stride, rows in zip(self._levels.strides, self._rows, strict=True):
             # Those that a rank has come from all ranks with its inner coordinates.
@@ -115,8 +88,8 @@ def _distinct(numbers: Tensor, count: int) -> Tensor:
     return found.scatter_(1, numbers.where(is_there, count), True)[:, :count]
 
 
-def make_hop(levels: Levels, rank: int, level: int, counts: Counts, owners: Tensor) -> Hop:
-    """The hop over `level` of this rank's rows, whose experts lie on `owners` [rows, k]: ranks of
+def plan_step(levels: Levels, rank: int, level: int, counts: Counts, owners: Tensor) -> RouteStep:
+    """The step over `level` of this rank's rows, whose experts lie on `owners` [rows, k]: ranks of
     its group beyond the level, or `ABSENT`."""
     stride, size = levels.strides[level], levels.sizes[level]
     own = rank // stride % size
@@ -127,7 +100,8 @@ def make_hop(levels: Levels, rank: int, level: int, counts: Counts, owners: Tens
     sent[own] = received[own] = 0
     others = goes.clone()
     others[own] = False
-    return Hop(level, keep, _positions(others, sum(sent)), sent, received, len(owners))
+    send = _positions(others, sum(sent))
+    return RouteStep(level, send, sent, received, len(owners), keep)
 
 
 def _positions(mask: Tensor, count: int) -> Tensor:

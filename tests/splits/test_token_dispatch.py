@@ -3,15 +3,15 @@
 import torch
 from torch import nn
 
-from megafrontier.comm.wires.wire import make_wire
+from megafrontier.comm.wires.wire import WorkWires, make_wire
 from megafrontier.config.model.moe import MoEConfig
 from megafrontier.model.moe.dispatch import local_dispatch
 from megafrontier.model.moe.experts import Experts
 from megafrontier.parallel.mesh import Splits
 from megafrontier.partition import Engine, Placement, Wires
 from megafrontier.splits import experts as experts_module
-from megafrontier.splits.exchange import PEAK, TokenExchange
 from megafrontier.splits.experts import ExpertGroup
+from megafrontier.splits.token_dispatch import PEAK, TokenExchange
 from tests.model.small_models import small_config
 from tests.ranks import run_mesh
 
@@ -105,7 +105,7 @@ def test_experts_process_one_piece_of_the_tokens_while_the_next_is_on_its_way(mo
 
 def test_no_rank_gets_more_rows_at_a_time_than_a_few_times_the_average():
     def body(mesh):
-        wires = (None, make_wire("int8"))  # some ranks get nothing
+        wires = WorkWires((None, make_wire("int8").codec))  # some ranks get nothing
         exchange = TokenExchange(make_engine(mesh), mesh.hierarchy(("expert",)), wires)
         found = []
         for kind in ("even", "one rank", "changing"):
@@ -117,7 +117,7 @@ def test_no_rank_gets_more_rows_at_a_time_than_a_few_times_the_average():
                 move, routes = exchange.start_dispatch(*parts, counts, 2)
                 exchange.finish_dispatch(move, routes, 2)
                 tokens += some.tolist()
-                rows += [hop.rows_after for hop in routes.hops]
+                rows += [step.rows_after for step in routes.steps]
             found.append((len(chunks), sorted(tokens), max(rows)))
         return found
 
@@ -136,7 +136,9 @@ def test_each_level_carries_a_token_once_for_each_distinct_group_beyond_it():
     def body(mesh):
         hidden, chosen, weights = (part[mesh.rank] for part in routing("even", 8))
         engine = make_engine(mesh)
-        exchange = TokenExchange(engine, mesh.hierarchy(("expert",)), (None, None, int8))
+        exchange = TokenExchange(
+            engine, mesh.hierarchy(("expert",)), WorkWires((None, None, int8.codec))
+        )
         ((_, counts),) = exchange.chunks(chosen // 2)
         engine.ledger.take()
         move, routes = exchange.start_dispatch(hidden, chosen, weights, counts, 2)
