@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -9,24 +10,38 @@ import numpy as np
 from megafrontier.common.errors import UserError
 from megafrontier.data.corpus.indexed import token_dtype
 from megafrontier.data.text.encode import EncodedBatch, Encoder
-from megafrontier.data.text.reader import BadText, TextRange, check_text, read_values, refuse_bad
+from megafrontier.data.text.reader import (
+    BadText,
+    TextRange,
+    check_text,
+    parse_json,
+    read_values,
+    refuse_bad,
+)
+from megafrontier.data.text.templates import (
+    REASONING_KEYS,
+    TOOL_KEYS,
+    ChatTemplate,
+    Message,
+    Part,
+)
 
 Template = Literal["tokenizer", "simple"]
 """tokenizer: the chat template that comes with the tokenizer. simple: `<|ROLE|>`, a new line and
 the text of each turn, and the end token after each of the assistant's."""
 
+CHAT_COLUMNS = ("tools", "functions", "chat_template_kwargs")
+"""What a line or row may hold besides the turns of the chat."""
 
-Message = Mapping[str, str]
-"""One turn of a chat: its `role` and `content`."""
+_UNREAD_COLUMNS = CHAT_COLUMNS[1:]
+_WEIGHT_KEYS = ("weight", "train")
 
 
-class Part(NamedTuple):
-    """A text that is tokenised by itself, because the model begins or ends to speak there."""
-
-    text: str
-    is_trained: bool
-    has_end: bool = False
-    """Whether the end token follows."""
+class _Chat(NamedTuple):
+    turns: list[Message]
+    trained: list[int]
+    """The turns that are trained on, in order."""
+    tools: list[Any] | None
 
 
 @dataclass(frozen=True)
@@ -36,13 +51,29 @@ class ChatEncoder(Encoder):
     template: Template = "simple"
 
     def __post_init__(self) -> None:
-        """Raises UserError if the tokenizer has no template and `template` asks for it."""
-        if self.template == "tokenizer" and not self.tokenizer.has_chat_template:
+        """Raises UserError if `template` asks for the tokenizer's template, and it has none, or
+        one that ends no turn, without `append_eod`."""
+        if self.template == "simple":
+            return
+        if not self.tokenizer.has_chat_template:
             raise UserError("--chat: tokenizer, but it has no chat template, need simple")
+        try:
+            has_end = self._templated.has_end
+        except UserError as error:
+            raise UserError(f"--chat: tokenizer, but {error}, need simple") from error
+        if not has_end and not self.append_eod:
+            raise UserError(
+                "--chat: tokenizer, but its chat template writes no token that ends a turn, "
+                "need --append-eod, or simple"
+            )
+
+    @cached_property
+    def _templated(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer)
 
     def encode(self, ranges: Sequence[TextRange]) -> EncodedBatch:
         """Tokenise a batch. Raises UserError at the first bad chat, unless `skip_bad`."""
-        chats = [chat for r in ranges for chat in read_values(r, self.key, self._render)]
+        chats = [chat for r in ranges for chat in read_values(r, self.key, self._render, True)]
         bad = [chat for chat in chats if isinstance(chat, BadText)]
         if bad and not self.skip_bad:
             raise refuse_bad(bad[0])
@@ -50,6 +81,8 @@ class ChatEncoder(Encoder):
         encoded = iter(
             self.encode_parts([(part.text, i > 0) for chat in good for i, part in enumerate(chat)])
         )
+        # The model stops at this eod if its template writes no other end.
+        is_eod_trained = self.template == "tokenizer" and not self._templated.has_end
         ids: list[int] = []
         mask: list[bool] = []
         sizes = []
@@ -61,7 +94,7 @@ class ChatEncoder(Encoder):
                 mask += [part.is_trained] * len(chunk)
             if self.append_eod and chat:
                 ids.append(self.tokenizer.eod)
-                mask.append(False)
+                mask.append(is_eod_trained)
             sizes.append(len(ids) - start)
         return EncodedBatch(
             np.array(ids, token_dtype(self.tokenizer.vocab_size)),
@@ -74,52 +107,85 @@ class ChatEncoder(Encoder):
             np.array(mask, np.uint8),
         )
 
-    def _render(self, value: Any, place: str) -> list[Part] | BadText:
-        """The parts of a chat, up to the assistant's last turn."""
-        chat = _check_chat(value, place)
-        if isinstance(chat, BadText):
-            return chat
+    def _render(self, record: Any, place: str) -> list[Part] | BadText:
+        """The parts of the chat in a line or row, up to the last turn that is trained on."""
         try:
-            parts = list(_simple(chat) if self.template == "simple" else self._templated(chat))
+            chat = _read_chat(record, self.key)
+            if self.template == "simple":
+                return list(_simple(chat))
+            self._templated.check_written(*chat)
+            return list(self._templated.parts(*chat))
         except UserError as error:
             return BadText(f"{place}: {error}")
-        return parts or BadText(f"{place}: no turn of the assistant, need one to train on")
-
-    def _templated(self, chat: Sequence[Message]) -> Iterator[Part]:
-        before = ""
-        for number, message in enumerate(chat):
-            if message["role"] != "assistant":
-                continue
-            prompt = self.tokenizer.render_chat(chat[:number], asks=True)
-            whole = self.tokenizer.render_chat(chat[: number + 1])
-            if not (prompt.startswith(before) and whole.startswith(prompt)):
-                raise UserError("the chat template rewrites earlier turns, need --chat simple")
-            yield Part(prompt[len(before) :], False)
-            yield Part(whole[len(prompt) :], True)
-            before = whole
 
 
-def _simple(chat: Sequence[Message]) -> Iterator[Part]:
+def _simple(chat: _Chat) -> Iterator[Part]:
+    if chat.tools:
+        raise UserError("has 'tools', which --chat simple does not write")
     before = ""
-    for message in chat:
+    for turn, message in enumerate(chat.turns[: chat.trained[-1] + 1]):
+        extra = [key for key in (*TOOL_KEYS, *REASONING_KEYS) if message.get(key)]
+        if extra:
+            raise UserError(f"turn {turn}: {extra[0]!r}, which --chat simple does not write")
         header = f"{before}<|{message['role']}|>\n"
         if message["role"] == "assistant":
             yield Part(header, False)
-            yield Part(message["content"], True, has_end=True)
+            yield Part(message["content"], turn in chat.trained, has_end=True)
             before = "\n"
         else:
             before = f"{header}{message['content']}\n"
 
 
-def _check_chat(value: Any, place: str) -> list[Message] | BadText:
+def _read_chat(record: Mapping[str, Any], key: str) -> _Chat:
+    """The chat of a line or row. Raises UserError for one that cannot be read."""
+    value = record.get(key)
     if not isinstance(value, list) or not value:
-        return BadText(f"{place} is {type(value).__name__}, need a list of turns")
-    for number, message in enumerate(value):
-        at = f"{place}: turn {number}"
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            return BadText(f"{at}: need the keys role and content")
-        for key in ("role", "content"):
-            text = check_text(message[key], f"{at}: {key!r}")
+        raise UserError(f"{type(value).__name__}, need a list of turns")
+    for column in _UNREAD_COLUMNS:
+        if record.get(column):
+            raise UserError(f"{column!r} beside it, which is not read, need tools, or none")
+    turns = [_read_turn(message, f"turn {turn}") for turn, message in enumerate(value)]
+    weights = [_weight(message, f"turn {turn}") for turn, message in enumerate(value)]
+    trained = [turn for turn, weight in enumerate(weights) if weight]
+    if not trained:
+        raise UserError("no turn of the assistant, need one to train on")
+    return _Chat(turns, trained, _read_tools(record.get("tools")))
+
+
+def _read_turn(message: Any, place: str) -> Message:
+    if not isinstance(message, dict) or "role" not in message:
+        raise UserError(f"{place}: need the keys role and content")
+    # OpenAI leaves out the content of a turn that only calls tools, or writes null.
+    message = {"content": None, **message} if message.get("tool_calls") else message
+    if "content" not in message:
+        raise UserError(f"{place}: need the keys role and content")
+    for key in ("role", "content"):
+        if key == "role" or message[key] is not None or not message.get("tool_calls"):
+            text = check_text(message[key], f"{place}: {key!r}")
             if isinstance(text, BadText):
-                return text
-    return value
+                raise UserError(text.message)
+    return {key: value for key, value in message.items() if key not in _WEIGHT_KEYS}
+
+
+def _weight(message: Mapping[str, Any], place: str) -> bool:
+    """Whether a turn is trained on: OpenAI's `weight`, Axolotl's `train`."""
+    is_assistant = message["role"] == "assistant"
+    weights = [(key, message[key]) for key in _WEIGHT_KEYS if message.get(key) is not None]
+    for key, weight in weights:
+        if weight not in (0, 1):
+            raise UserError(f"{place}: {key}: {weight!r}, need 0 or 1")
+        if weight and not is_assistant:
+            raise UserError(f"{place}: {key}: {weight!r}, need 0: only the assistant is trained")
+    return is_assistant and all(weight for _, weight in weights)
+
+
+def _read_tools(value: Any) -> list[Any] | None:
+    """The functions that the assistant may call, in JSON or, as many datasets have it, its text."""
+    if isinstance(value, str | bytes):
+        text = check_text(value, "'tools'")
+        value = parse_json(text, "'tools'") if isinstance(text, str) else text
+    if isinstance(value, BadText):
+        raise UserError(value.message)
+    if value is not None and not isinstance(value, list):
+        raise UserError(f"'tools' is {type(value).__name__}, need a list")
+    return value or None

@@ -9,7 +9,7 @@ from pathlib import Path
 from megafrontier.common.errors import UserError, print_error
 from megafrontier.data.corpus.indexed import token_dtype
 from megafrontier.data.corpus.writer import CorpusWriter, DocumentWriter
-from megafrontier.data.text.chats import ChatEncoder, Template
+from megafrontier.data.text.chats import CHAT_COLUMNS, ChatEncoder, Template
 from megafrontier.data.text.encode import WORD, EncodedBatch, Encoder
 from megafrontier.data.text.reader import Reader
 from megafrontier.data.text.sources import Source, find_sources, select_part
@@ -67,7 +67,8 @@ def prepare(
     sources = find_sources(inputs, split)
     if chat is not None:
         _refuse_plain_text(sources)
-    reader = Reader(select_part(sources, *part), key)
+    also = () if chat is None else CHAT_COLUMNS
+    reader = Reader(select_part(sources, *part), key, also)
     with (
         Workers(workers, encoder.encode) as pool,
         CorpusWriter(out, token_dtype(encoder.tokenizer.vocab_size), chat is not None) as corpus,

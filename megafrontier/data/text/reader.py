@@ -46,10 +46,12 @@ class BadText:
 class Reader:
     """Reads sources in batches of ranges, about BLOCK_BYTES each."""
 
-    def __init__(self, sources: Sequence[Source], key: str) -> None:
-        """`key` is the field of JSON lines, or the column of tables, that holds the text."""
+    def __init__(self, sources: Sequence[Source], key: str, also: Sequence[str] = ()) -> None:
+        """`key` is the field of JSON lines, or the column of tables, that holds the text. `also`
+        are columns that are read if a table has them; the rows are then mappings."""
         self.sources = sources
         self.key = key
+        self.also = also
         self.done_bytes = 0
         """Bytes on disk that have been read."""
 
@@ -75,7 +77,7 @@ class Reader:
     def _read(self, source: Source) -> Iterator[TextRange]:
         before, end = self.done_bytes, self.done_bytes + source.file_bytes
         if source.kind == "rows":
-            for start, rows in read_rows(source.name, source.table, self.key):
+            for start, rows in read_rows(source.name, source.table, self.key, self.also):
                 yield TextRange(source.name, "rows", start, rows)
                 self.done_bytes = min(end, self.done_bytes + size_of(rows))
         else:
@@ -105,10 +107,14 @@ def read_texts(text_range: TextRange, key: str) -> Iterator[str | BadText]:
 
 
 def read_values(
-    text_range: TextRange, key: str, check: Callable[[Any, str], Value | BadText]
+    text_range: TextRange,
+    key: str,
+    check: Callable[[Any, str], Value | BadText],
+    is_record: bool = False,
 ) -> Iterator[Value | BadText]:
     """Yield `check(value, place)` of the value in each line or row of a range; BadText for each
-    that cannot be read. Blank lines are skipped."""
+    that cannot be read. With `is_record` the value is the whole line or row, a mapping that has
+    `key`. Blank lines are skipped."""
     name, start, payload = text_range.name, text_range.start, text_range.payload
     if isinstance(payload, list):
         for number, row in enumerate(payload, start):
@@ -120,8 +126,11 @@ def read_values(
         for number, line in enumerate(lines.split(b"\n"), start):
             if line.strip():
                 place = f"{name}:{number}"
-                value = _parse_line(line, key, place)
-                yield value if isinstance(value, BadText) else check(value, f"{place}: {key!r}")
+                record = _parse_line(line, key, place)
+                if isinstance(record, BadText):
+                    yield record
+                else:
+                    yield check(record if is_record else record[key], f"{place}: {key!r}")
 
 
 def _decode(data: bytes, place: str, start: int) -> str | BadText:
@@ -132,8 +141,8 @@ def _decode(data: bytes, place: str, start: int) -> str | BadText:
         return BadText(f"{place} {at}: invalid UTF-8 (0x{data[error.start]:02x}: {error.reason})")
 
 
-def _parse_line(line: bytes, key: str, place: str) -> Any:
-    """The field `key` of a line of JSON, or BadText."""
+def _parse_line(line: bytes, key: str, place: str) -> dict[str, Any] | BadText:
+    """A line of JSON that has the field `key`, or BadText."""
     if len(line) > files.LINE_BYTES:
         return _too_long(place)
     text = _decode(line, f"{place}: byte", 0)
@@ -143,7 +152,7 @@ def _parse_line(line: bytes, key: str, place: str) -> Any:
     if not isinstance(record, dict) or key not in record:
         known = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
         return BadText(f"{place}: no {key!r} in it, only: {known[:200]}; see --json-key")
-    return record[key]
+    return record
 
 
 def _too_long(place: str) -> BadText:

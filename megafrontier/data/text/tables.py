@@ -56,8 +56,13 @@ def load_dataset(name: str, split: str | None) -> Any:
     return table
 
 
-def read_rows(name: str, table: Any, key: str) -> Iterator[tuple[int, Rows]]:
+def read_rows(
+    name: str, table: Any, key: str, also: Sequence[str] = ()
+) -> Iterator[tuple[int, Rows]]:
     """Yield (number of the first row, from 0; at most _BATCH_ROWS values of column `key`).
+
+    With `also`, a row is a mapping of `key` and of those columns in `also` that exist, without
+    null fields, because Arrow gives each record the fields of all others, as nulls.
 
     Reads the parquet file `name` if `table` is None, otherwise that `datasets.Dataset`. Strings
     are bytes that may not be valid UTF-8. Raises UserError for a file that cannot be read, or
@@ -67,7 +72,10 @@ def read_rows(name: str, table: Any, key: str) -> Iterator[tuple[int, Rows]]:
 
     start = 0
     try:
-        for rows in map(_values, _columns(name, table, key)):
+        for columns in _columns(name, table, key, also):
+            values = [_values(column) for column in columns.values()]
+            records = (dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True))
+            rows = [_without_nulls(record) for record in records] if also else values[0]
             yield start, rows
             start += len(rows)
     except (pyarrow.ArrowException, OSError) as error:
@@ -79,19 +87,21 @@ def size_of(rows: Rows) -> int:
     return sum(len(row if isinstance(row, str | bytes) else str(row)) for row in rows)
 
 
-def _columns(name: str, table: Any, key: str) -> Iterator[Any]:
-    """Yield column `key` as Arrow arrays of at most _BATCH_ROWS rows."""
+def _columns(name: str, table: Any, key: str, also: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield column `key`, and those in `also`, as Arrow arrays of at most _BATCH_ROWS rows."""
     import pyarrow.parquet
 
     if table is not None:
         _check_column(name, key, table.column_names)
-        batches = table.select_columns([key]).with_format("arrow").iter(_BATCH_ROWS)
-        yield from (batch.column(0) for batch in batches)
+        names = [key, *(column for column in also if column in table.column_names)]
+        batches = table.select_columns(names).with_format("arrow").iter(_BATCH_ROWS)
+        yield from ({name: batch.column(name) for name in names} for batch in batches)
         return
     with pyarrow.parquet.ParquetFile(name) as file:
         _check_column(name, key, file.schema_arrow.names)
-        for batch in file.iter_batches(_BATCH_ROWS, columns=[key]):
-            yield batch.column(0)
+        names = [key, *(column for column in also if column in file.schema_arrow.names)]
+        for batch in file.iter_batches(_BATCH_ROWS, columns=names):
+            yield {name: batch.column(name) for name in names}
 
 
 def _values(column: Any) -> Rows:
@@ -101,6 +111,14 @@ def _values(column: Any) -> Rows:
     if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
         column = column.cast(pyarrow.large_binary())
     return list(column.to_pylist())
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {k: _without_nulls(item) for k, item in value.items() if item is not None}
+    return value
 
 
 def _check_column(name: str, key: str, columns: Sequence[str]) -> None:

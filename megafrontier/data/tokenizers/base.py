@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 MODEL_FILE = "tokenizer.model"
 EOD_PIECES = ("<|endoftext|>", "</s>", "<eod>")
@@ -44,9 +45,17 @@ class Tokenizer(ABC):
         """Whether `render_chat` can be called."""
         return False
 
-    def render_chat(self, chat: Sequence[Mapping[str, str]], asks: bool = False) -> str:
+    @property
+    def markers(self) -> str:
+        """Regular expression of the pieces that a text is split at before it is tokenised."""
+        return "(?!)"
+
+    def render_chat(
+        self, chat: Sequence[Mapping[str, Any]], asks: bool = False, tools: Any = None
+    ) -> str:
         """Return the text of a chat, as the tokenizer's own template writes it; with `asks`, up to
-        where the assistant's next turn begins. Each turn has a `role` and a `content`.
+        where the assistant's next turn begins. Each turn has a `role` and a `content`. `tools`
+        describes the functions that the assistant may call.
 
         Raises UserError if the template refuses the chat.
         """

@@ -1,5 +1,6 @@
 """Hugging Face tokenizers, from a folder, a file, or a name in the hub."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,14 +62,27 @@ class HuggingFaceTokenizer(Tokenizer):
     def has_chat_template(self) -> bool:
         return self._tokenizer.chat_template is not None
 
-    def render_chat(self, chat: Sequence[Mapping[str, str]], asks: bool = False) -> str:
+    @property
+    def markers(self) -> str:
+        added = self._tokenizer.added_tokens_decoder.values()
+        pieces = sorted((t for t in added if t.content.strip()), key=lambda t: -len(t.content))
+        # Such a token takes in the whitespace behind it.
+        return "|".join(re.escape(t.content) + r"\s*" * t.rstrip for t in pieces) or "(?!)"
+
+    def render_chat(
+        self, chat: Sequence[Mapping[str, Any]], asks: bool = False, tools: Any = None
+    ) -> str:
+        # Without nulls, which many templates write as None, and some releases of transformers drop.
+        messages = [{k: v for k, v in message.items() if v is not None} for message in chat]
         try:
-            found: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in chat], tokenize=False, add_generation_prompt=asks
+            # A batch of one, because transformers refuses an empty chat that is not in a batch.
+            (text,) = self._tokenizer.apply_chat_template(
+                [messages], tools=tools, tokenize=False, add_generation_prompt=asks
             )
         except Exception as error:  # jinja2 raises what the template's code does
-            raise UserError(f"the chat template refuses it: {error}") from error
-        return found
+            reason = " ".join(str(error).split())
+            raise UserError(f"the chat template refuses it: {reason}") from error
+        return str(text)
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(folder)
