@@ -14,9 +14,14 @@ import torch
 
 from megafrontier.checkpoint.folder import of_each, of_newest, step_of
 from megafrontier.checkpoint.format import CheckpointUnreadable, Manifest
-from megafrontier.checkpoint.load import attached_problems, open_checkpoint, read_manifest
+from megafrontier.checkpoint.load import (
+    attached_problems,
+    check_size,
+    open_checkpoint,
+    read_manifest,
+)
 from megafrontier.checkpoint.sets import DTYPE_NAMES, ShardSet
-from megafrontier.checkpoint.shard_file import ShardFile, slices_of
+from megafrontier.checkpoint.shard_file import ShardFile, file_size, slices_of
 from megafrontier.common.errors import UserError, print_error
 
 NOT_WHOLE = (UserError, CheckpointUnreadable)
@@ -169,4 +174,9 @@ def _check_shard(
                 problems.append(str(error))
     file.close()
     problems += [f"{file.path}: {'/'.join(map(str, key))}: missing" for key in sorted(needed)[:1]]
+    if not problems:  # a file may also be longer than opening allows
+        try:
+            check_size(path, shard_set.file(index), file_size(manifest, shard_set, index))
+        except NOT_WHOLE as error:
+            problems.append(str(error))
     return problems, nbytes

@@ -7,6 +7,7 @@ docs/checkpoint-format.md describes every byte. Sets of tensors are in `sets`, s
 """
 
 import json
+import stat
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,15 @@ BLANK = "0" * 8
 
 SLICE_ELEMENTS = 2**22
 """The largest slice, 16 MiB in fp32: what is read to check any part of it."""
+
+MANIFEST_LIMIT = 2**28
+"""Bytes of a manifest."""
+FILE_SLICES_LIMIT = 2**20
+"""Slices in a shard file."""
+SHARDS_LIMIT = 2**20
+"""Shard files of a checkpoint."""
+BOXES_LIMIT = 2**12
+"""Boxes of a tensor, which are compared with each other."""
 
 BUFFER = "buffer"
 """The state of a module's buffers, which have no other."""
@@ -75,6 +85,25 @@ def as_read_error(path: Path, error: OSError) -> FatalError:
     line = f"{path}: cannot read: {error.strerror}"
     # A restart would have no permission either.
     return UserError(line) if isinstance(error, PermissionError) else CheckpointUnreadable(line)
+
+
+def check_file(root: Path, name: str) -> int:
+    """The size in bytes of a file of the checkpoint at `root`, before it is opened.
+
+    Raises CheckpointCorrupt unless it is a regular file inside the checkpoint (a pipe would block,
+    a device has no end, and a path or a link may lead anywhere), and as `as_read_error`.
+    """
+    path = root / name
+    try:
+        mode = path.stat()
+        is_inside = path.resolve().is_relative_to(root.resolve())
+    except OSError as error:
+        raise as_read_error(path, error) from error
+    except (ValueError, RuntimeError) as error:  # a zero byte in the name, a loop of links
+        raise CheckpointCorrupt(f"{root}: {name!r}: not the name of a file") from error
+    if not is_inside or ".." in Path(name).parts or not stat.S_ISREG(mode.st_mode):
+        raise CheckpointCorrupt(f"{path}: need a regular file inside the checkpoint")
+    return mode.st_size
 
 
 def crc32_hex(data: Any) -> str:
@@ -193,12 +222,19 @@ class Manifest:
         )
 
     def _problems(self) -> Iterator[str]:
-        if self.slice_elements < 1 or self.step < 0:
-            yield f"slices of {self.slice_elements}, step {self.step}"
+        for key in ("config", "rng", "extra"):
+            if not isinstance(getattr(self, key), Mapping):
+                yield f"{key}: {getattr(self, key)!r}, need a mapping"
+        if not (_are_sizes(self.slice_elements, self.step, self.tokens) and self.slice_elements):
+            yield f"slices of {self.slice_elements!r}, step {self.step!r}, tokens {self.tokens!r}"
+        if not all(_is_attached(file) for file in self.files):
+            yield "files: need path, size and checksum of each"
         if len({shard_set.name for shard_set in self.sets}) < len(self.sets):
             yield "two sets have the same name"
         for shard_set in self.sets:
-            yield from _set_problems(shard_set)
+            yield from _set_problems(shard_set, self.slice_elements)
+        if self.num_shards > SHARDS_LIMIT:
+            yield f"{self.num_shards} shard files, need at most {SHARDS_LIMIT}"
         for name, boxes in self.tensors.items():
             yield from _tensor_problems(name, [box.entry for box in boxes])
 
@@ -237,7 +273,10 @@ class Manifest:
             raise CheckpointCorrupt(f"{path}: not a megafrontier manifest, or its start is damaged")
         if not has_checksum(text, len(MANIFEST_PREFIX)):
             raise CheckpointCorrupt(f"{path}: checksum does not match: changed or cut short")
-        values: dict[str, Any] = json.loads(text)
+        try:
+            values: dict[str, Any] = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointCorrupt(f"{path}: not JSON: {error}") from error
         if values.get("format") != FORMAT:
             raise CheckpointCorrupt(f"{path}: format {values.get('format')!r}, need {FORMAT!r}")
         if values.get("version") not in (1, VERSION):
@@ -247,7 +286,7 @@ class Manifest:
             )
         try:
             return cls._from_json(values)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise CheckpointCorrupt(f"{path}: not a sound manifest: {error!r}") from error
 
     @classmethod
@@ -270,9 +309,28 @@ def _as_version_2(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"states": [values["states"]], "sets": [only]}
 
 
-def _set_problems(shard_set: ShardSet) -> Iterator[str]:
-    if shard_set.num_shards < 1:
-        yield f"{shard_set.num_shards} shards"
+def _are_sizes(*values: Any) -> bool:
+    """Whether the values are whole numbers from 0 on. JSON may hold anything."""
+    return all(type(value) is int and value >= 0 for value in values)
+
+
+def _is_attached(file: AttachedFile) -> bool:
+    are_texts = isinstance(file.path, str) and isinstance(file.crc32, str)
+    return are_texts and _are_sizes(file.size)
+
+
+def _set_problems(shard_set: ShardSet, slice_elements: int) -> Iterator[str]:
+    if not _are_sizes(shard_set.num_shards) or not shard_set.num_shards:
+        yield f"{shard_set.num_shards!r} shards"
+    for unit in shard_set.units:
+        yield from _layout_problems(unit)
+    slices = sum(
+        len(unit.states)
+        * (len(unit.entries) + unit.layout.numel // shard_set.num_shards // slice_elements)
+        for unit in shard_set.units
+    )
+    if slices > FILE_SLICES_LIMIT:
+        yield f"up to {slices} slices in a shard file, need at most {FILE_SLICES_LIMIT}"
     keys = [entry.key for unit in shard_set.units for entry in unit.entries]
     if len(set(keys)) < len(keys):
         yield "a box of a parameter occurs twice in the units"
@@ -287,6 +345,23 @@ def _set_problems(shard_set: ShardSet) -> Iterator[str]:
             yield f"unit {unit.layout.name}: {unit.layout.numel} elements do not make {shards}"
 
 
+def _layout_problems(unit: StoredUnit) -> Iterator[str]:
+    """Whether the boxes of a unit lie one after the other in its buffer, and in their tensors."""
+    end = 0
+    for entry in unit.entries:
+        bounds = [bound for part in entry.box for bound in part]
+        if not _are_sizes(entry.offset, *entry.global_shape, *bounds, unit.layout.numel):
+            yield f"{entry.name}: {entry.global_shape}, {entry.box} at {entry.offset}: no sizes"
+        parts = zip(entry.box, entry.global_shape, strict=True)
+        if any(not start <= stop <= size for (start, stop), size in parts):
+            yield f"{entry.name}: box {entry.box} is not in {list(entry.global_shape)}"
+        if entry.offset < end:
+            yield f"{entry.name}: from element {entry.offset}, need at least {end}"
+        end = entry.offset + entry.numel
+    if end > unit.layout.numel:
+        yield f"unit {unit.layout.name}: {end} elements in {unit.layout.numel}"
+
+
 def _tensor_problems(name: str, entries: Sequence[BoxEntry]) -> Iterator[str]:
     """Whether the boxes of a tensor make all of it, without two that overlap."""
     shape = entries[0].global_shape
@@ -294,6 +369,8 @@ def _tensor_problems(name: str, entries: Sequence[BoxEntry]) -> Iterator[str]:
         yield f"{name}: different shapes in the sets"
     elif sum(entry.numel for entry in entries) != numel(tuple((0, size) for size in shape)):
         yield f"{name}: boxes {[entry.box for entry in entries]}, need all of {list(shape)}"
+    if len(entries) > BOXES_LIMIT:
+        yield f"{name}: {len(entries)} boxes, need at most {BOXES_LIMIT}"
     for number, entry in enumerate(entries):
         for other in entries[:number]:
             if entry.numel and intersection(entry.extent, other.extent) is not None:

@@ -5,6 +5,7 @@ Only the files and slices that hold these are read, and each slice is checked.
 """
 
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
@@ -17,12 +18,13 @@ from megafrontier.checkpoint.folder import candidates
 from megafrontier.checkpoint.format import (
     BUFFER,
     FILE_NAME,
+    MANIFEST_LIMIT,
     AttachedFile,
     CheckpointCorrupt,
     CheckpointUnreadable,
     Manifest,
     as_read_error,
-    crc32_hex,
+    check_file,
 )
 from megafrontier.checkpoint.requests import Request, read_slices, requests_of, shards_with
 from megafrontier.checkpoint.shard_file import ShardFile, file_size
@@ -40,7 +42,7 @@ def open_checkpoint(path: Path, rank: int = 0, size: int = 1) -> "Checkpoint":
     """
     manifest = read_manifest(path)
     for name, need in _needed_files(manifest, rank, size):
-        _check_size(path / name, need)
+        check_size(path, name, need)
     return Checkpoint(path, manifest)
 
 
@@ -48,10 +50,14 @@ def read_manifest(path: Path) -> Manifest:
     """The checked manifest of the checkpoint at `path`. Raises CheckpointCorrupt if it is missing
     or damaged, CheckpointUnreadable, and UserError if a later version wrote it."""
     try:
+        if not (path / FILE_NAME).exists():
+            reason = f"{path}: no {FILE_NAME}: half-written, or not a megafrontier checkpoint"
+            raise CheckpointCorrupt(reason)
+        size = check_file(path, FILE_NAME)
+        if size > MANIFEST_LIMIT:
+            reason = f"{path / FILE_NAME}: {size} bytes, need at most {MANIFEST_LIMIT}"
+            raise CheckpointCorrupt(reason)
         text = (path / FILE_NAME).read_bytes()
-    except FileNotFoundError as error:
-        reason = f"{path}: no {FILE_NAME}: half-written, or not a megafrontier checkpoint"
-        raise CheckpointCorrupt(reason) from error
     except OSError as error:
         raise as_read_error(path / FILE_NAME, error) from error
     return Manifest.decode(text, path / FILE_NAME)
@@ -61,20 +67,24 @@ def attached_problems(path: Path, manifest: Manifest) -> Iterator[str]:
     """Read the attached files of the checkpoint at `path`. Yields a line for each file that is not
     as it was written."""
     for file in manifest.files:
-        problem = _attached_problem(path / file.path, file)
+        problem = _attached_problem(path, file)
         if problem is not None:
-            yield f"{path / file.path}: {problem}"
+            yield problem
 
 
-def _attached_problem(path: Path, file: AttachedFile) -> str | None:
+def _attached_problem(root: Path, file: AttachedFile) -> str | None:
+    path, crc32 = root / file.path, 0
     try:
-        data = path.read_bytes()
+        check_size(root, file.path, file.size)
+        with open(path, "rb") as opened:
+            while chunk := opened.read(2**20):
+                crc32 = zlib.crc32(chunk, crc32)
+    except (UserError, CheckpointUnreadable) as error:
+        return str(error)
     except OSError as error:
-        return f"missing: {error.strerror}"
-    if len(data) != file.size:
-        return f"{len(data)} bytes, need {file.size}: cut short or grown"
-    if crc32_hex(data) != file.crc32:
-        return "checksum does not match: changed since it was written"
+        return str(as_read_error(path, error))
+    if f"{crc32:08x}" != file.crc32:
+        return f"{path}: checksum does not match: changed since it was written"
     return None
 
 
@@ -88,13 +98,11 @@ def _needed_files(manifest: Manifest, rank: int, size: int) -> Iterator[tuple[st
         first += shard_set.num_shards
 
 
-def _check_size(path: Path, need: int) -> None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise as_read_error(path, error) from error
+def check_size(root: Path, name: str, need: int) -> None:
+    """Check a file of the checkpoint at `root` as `check_file`, and its size in bytes."""
+    found = check_file(root, name)
     if found != need:
-        raise CheckpointCorrupt(f"{path}: {found} bytes, need {need}: cut short or grown")
+        raise CheckpointCorrupt(f"{root / name}: {found} bytes, need {need}: cut short or grown")
 
 
 class Checkpoint:

@@ -22,6 +22,7 @@ from megafrontier.checkpoint.format import (
     Manifest,
     add_checksum,
     as_read_error,
+    check_file,
     crc32_hex,
     has_checksum,
 )
@@ -31,6 +32,8 @@ from megafrontier.common.files import sync_file
 LENGTH_BYTES = 8
 """safetensors: a file starts with the length of its header, little-endian."""
 HEADER_PREFIX = b'{"__metadata__":{"header_crc32":"'
+HEADER_LIMIT = 2**28
+"""Bytes of a header, which is read before its slices are checked."""
 CHECKSUM_OFFSET = LENGTH_BYTES + len(HEADER_PREFIX)
 
 
@@ -172,6 +175,7 @@ class ShardFile:
         it is missing, damaged, or of another checkpoint or shard, CheckpointUnreadable if the
         storage fails."""
         self.path = root / shard_set.file(index)
+        check_file(root, shard_set.file(index))
         try:
             self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
             self._size = os.fstat(self._file.fileno()).st_size
@@ -183,7 +187,7 @@ class ShardFile:
             self._check_owner(metadata, manifest, _piece(shard_set, index))
             self.slices = self._index(header, metadata["slices_crc32"], payload_offset)
             """By state and parameter, in the order of their start."""
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise self._corrupt(f"not the header of a shard: {error!r}") from error
 
     def close(self) -> None:
@@ -223,14 +227,17 @@ class ShardFile:
         self._read_at(0, memoryview(prefix))
         length = int.from_bytes(prefix, "little")
         # The length is not covered by a checksum yet, so it may be anything.
-        if LENGTH_BYTES + length > self._size:
+        if LENGTH_BYTES + length > min(self._size, HEADER_LIMIT):
             raise self._corrupt("its header is damaged or cut short")
         text = bytearray(LENGTH_BYTES + length)
         self._read_at(0, memoryview(text))
         is_right = text.startswith(HEADER_PREFIX, LENGTH_BYTES)
         if not is_right or not has_checksum(bytes(text), CHECKSUM_OFFSET):
             raise self._corrupt("its header is damaged, or it is not a shard of a checkpoint")
-        return json.loads(text[LENGTH_BYTES:]), len(text)
+        try:
+            return json.loads(text[LENGTH_BYTES:]), len(text)
+        except (ValueError, RecursionError) as error:
+            raise self._corrupt(f"its header is not JSON: {error}") from error
 
     def _check_owner(self, metadata: dict[str, str], manifest: Manifest, piece: str) -> None:
         found = (metadata["checkpoint"], metadata["piece"])
@@ -248,8 +255,13 @@ class ShardFile:
         for i, (key, value) in enumerate(header.items()):
             state, _, rest = key.partition("/")
             parameter, _, start = rest.rpartition("/")
+            before, stop = end, int(start) + value["shape"][0]
             begin, end = (payload_offset + offset for offset in value["data_offsets"])
-            stop = int(start) + value["shape"][0]
+            if (
+                begin != before
+                or end - begin != value["shape"][0] * DTYPES[value["dtype"]].itemsize
+            ):
+                raise ValueError(f"{key}: bytes {begin} to {end}")
             crc32 = checksums[8 * i : 8 * i + 8]
             stored = StoredSlice(int(start), stop, DTYPES[value["dtype"]], begin, crc32)
             index.setdefault((state, parameter), []).append(stored)

@@ -31,6 +31,10 @@ def saved_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         problem = next(attached_problems(path, manifest), None)
         if problem is not None:
             raise CheckpointCorrupt(problem)
+        attached = {path / file.path for file in manifest.files}
+        for file in sorted((path / "tokenizer").rglob("*")):
+            if file not in attached and not file.is_dir():
+                raise CheckpointCorrupt(f"{file}: not one of the checkpoint's files")
         config.tokenizer = str(path / "tokenizer")
     return config
 

@@ -39,9 +39,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def config_from_dict(values: dict[str, Any], origin: str, overrides: Sequence[str] = ()) -> Config:
     """The Config saved by `config_to_dict`, with overrides. `origin` names its file in errors.
 
+    The values are data: what looks like a reference in them is a text, because they may come from
+    elsewhere, and `${oc.env:NAME}` would read the environment.
+
     Raises UserError as `load_config`.
     """
-    return _with_overrides(values, overrides, origin)
+    return _with_overrides(_escaped(values), overrides, origin)
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
@@ -51,7 +54,7 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved config as YAML. Raises OSError."""
-    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config))))
+    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(_escaped(config_to_dict(config)))))
 
 
 def load_machine(machine: Any) -> MachineConfig:
@@ -63,12 +66,12 @@ def load_machine(machine: Any) -> MachineConfig:
     if isinstance(machine, MachineConfig):
         return machine
     if isinstance(machine, dict):
-        origin, values = "machine", machine
+        origin, values = "machine", machine  # references are resolved
     else:
         path = _machine_file(str(machine))
-        origin, values = str(path), _read_yaml(path)
+        origin, values = str(path), _resolved(_read_yaml(path))
     try:
-        built: MachineConfig = build(MachineConfig, _resolved(values))
+        built: MachineConfig = build(MachineConfig, values)
     except UserError as error:
         raise UserError(f"{origin}: {error}") from error
     check_machine(built, origin)
@@ -109,6 +112,18 @@ def _given(whole: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
         name: _given(whole[name], inner) if isinstance(inner, dict) else whole[name]
         for name, inner in keys.items()
     }
+
+
+def _escaped(value: Any) -> Any:
+    """`value` with all texts such that `_resolved` leaves them as they are."""
+    if isinstance(value, dict):
+        return {key: _escaped(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escaped(inner) for inner in value]
+    if isinstance(value, str):
+        # Backslashes before a reference are doubled, and one more makes it a text.
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    return value
 
 
 def _resolved(values: dict[str, Any]) -> Any:

@@ -1,6 +1,8 @@
 """Any damage to the files of a checkpoint is found, and the file is named."""
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import torch
 
 import megafrontier.checkpoint
 from megafrontier.checkpoint import shard_file
-from megafrontier.checkpoint.commands import verify
+from megafrontier.checkpoint.commands import list_command, verify, verify_command
 from megafrontier.checkpoint.format import (
     FILE_NAME,
     MANIFEST_PREFIX,
@@ -138,12 +140,112 @@ def _only_unit(tensors, pieces=1):
         _only_unit([["a", [3, 2], 0, [[0, 3], [0, 1]]]]),
         _only_unit([["a", [3], 0]], pieces=3),
         {"sets": None},
+        {"states": [["weight"]]},
+        {"config": [1]},
+        {"tokens": "many"},
+        {"files": [["tokenizer", -1, "00000000"]]},
+        {"slice_elements": 1.5},
+        _only_unit([["a", [3.0], 0]]),
+        _only_unit([["a", [-3], 0], ["b", [5], 0]]),
+        _only_unit([["a", [3], 0], ["b", [5], 2]]),
+        _only_unit([["a", [129], 0]]),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(small, changes):
     _rewrite(small, **changes)
-    with pytest.raises(CheckpointCorrupt, match=r"checkpoint\.json"):
-        open_checkpoint(small)
+    assert_refused(small, r"checkpoint\.json")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "numel", "pieces", "slice_elements", "problem"),
+    [
+        ([["a", [10**15], 0]], 10**15, 1, 8, "slices in a shard file, need at most"),
+        ([["a", [10**7], 0]], 10**7, 1, 1, "slices in a shard file, need at most"),
+        ([["a", [10**15], 0]], 10**15, 10**12, 2**40, "shard files, need at most"),
+        (
+            [["a", [10**4], i, [[i, i + 1]]] for i in range(10**4)],
+            10**4,
+            1,
+            8,
+            "10000 boxes, need at most",
+        ),
+    ],
+)
+def test_a_manifest_that_would_take_for_ever_is_refused_at_once(
+    small, tensors, numel, pieces, slice_elements, problem
+):
+    unit = {"name": "u", "numel": numel, "states": 0, "tensors": tensors}
+    sets = [{"name": "", "pieces": pieces, "units": [unit]}]
+    _rewrite(small, sets=sets, slice_elements=slice_elements)
+    assert_refused(small, problem)
+
+
+def test_a_manifest_that_is_no_json_or_too_large_is_refused(small):
+    for text in (b"}", b"[" * 10**5):
+        body = MANIFEST_PREFIX + b'00000000", "a": ' + text
+        (small / FILE_NAME).write_bytes(add_checksum(body, len(MANIFEST_PREFIX)))
+        assert_refused(small, "not JSON")
+    with open(small / FILE_NAME, "wb") as file:
+        file.truncate(2**40)
+    assert_refused(small, r"1099511627776 bytes, need at most")
+
+
+@pytest.fixture(params=["absolute", "..", "pipe", "device", "link"])
+def outside(request, tmp_path):
+    """The path in a manifest of what is no file of a checkpoint."""
+    (tmp_path / "secret").write_bytes(b"")
+    names = {"absolute": str(tmp_path / "secret"), "..": "../secret"}
+    if request.param in names:
+        return lambda root, _name: names[request.param]
+
+    def replaced(root, name):
+        (root / name).unlink(missing_ok=True)
+        if request.param == "pipe":
+            os.mkfifo(root / name)
+        else:
+            target = "/dev/zero" if request.param == "device" else tmp_path / "secret"
+            (root / name).symlink_to(target)
+        return name
+
+    return replaced
+
+
+def test_only_regular_files_inside_a_checkpoint_are_attached(small, outside):
+    _rewrite(small, files=[[outside(small, "tokenizer.json"), 0, "00000000"]])
+    assert_refused(small, "need a regular file inside the checkpoint")
+
+
+@pytest.mark.parametrize("name", [FILE_NAME, shard_path(0)])
+def test_only_regular_files_inside_a_checkpoint_are_read(small, outside, name):
+    if outside(small, name) == name:
+        assert_refused(small, "need a regular file inside the checkpoint")
+
+
+def test_a_set_of_files_outside_a_checkpoint_is_refused(small):
+    values = json.loads((small / FILE_NAME).read_text())["sets"]
+    (small.parent / "elsewhere").mkdir()
+    shutil.move(small / "pieces" / "00000", small.parent / "elsewhere")
+    _rewrite(small, sets=[{**values[0], "name": "../../elsewhere"}])
+    assert_refused(small, "need a regular file inside the checkpoint")
+
+
+def test_what_opening_refuses_is_not_whole(small):
+    """A header that is longer than what is written, for example."""
+    file = small / shard_path(0)
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = (length + 8).to_bytes(8, "little") + data[8 : 8 + length] + b" " * 8
+    file.write_bytes(add_checksum(text, shard_file.CHECKSUM_OFFSET) + data[8 + length :])
+    assert_refused(small, r"bytes, need \d+: cut short or grown")
+
+
+def assert_refused(path, problem):
+    """`open_checkpoint` and every command refuse the checkpoint in one line with exit code 2."""
+    with pytest.raises(CheckpointCorrupt, match=problem) as caught:
+        open_checkpoint(path)
+    assert "\n" not in str(caught.value)
+    assert re.search(problem, verify(path).problems[0])
+    assert verify_command(path, False) == list_command(path, False) == 2
 
 
 def test_a_shard_of_another_checkpoint_or_index_is_refused(tmp_path):

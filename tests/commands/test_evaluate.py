@@ -1,6 +1,7 @@
 """Evaluation of a checkpoint: loss, perplexity, bits per byte, and the text that they count."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from megafrontier.checkpoint.folder import newest
 from megafrontier.cli import main
 from megafrontier.commands.checkpoints import load_model, saved_config
 from megafrontier.commands.evaluate import text_bytes
+from megafrontier.config import Config, config_to_dict
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.data.tokenizers.tokenizer import ByteTokenizer, load_tokenizer
 from megafrontier.model.loss import IGNORE_INDEX
+from tests.checkpoint.helpers import save_all
 from tests.commands.helpers import numbers, run_command, whole_model_loss
 from tests.data.corpora import write_corpus
 
@@ -101,6 +104,21 @@ def test_local_ranks_evaluate_a_run_whose_splits_name_levels_of_another_machine(
 def test_evaluate_ignores_no_override(life, capfd, override, said):
     assert main(["evaluate", str(life / "run"), override]) == 2
     assert said in capfd.readouterr().err
+
+
+def test_a_tokenizer_with_files_that_are_not_the_checkpoints_is_refused(tmp_path, capsys):
+    """They may be a pipe, which would block."""
+
+    def attach(folder):
+        (folder / "tokenizer").mkdir()
+        (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+
+    path = save_all(tmp_path, attach=attach, config=config_to_dict(Config()))
+    os.mkfifo(path / "tokenizer" / "tokenizer_config.json")
+    assert main(["evaluate", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "tokenizer_config.json: not one of the checkpoint's files" in said
+    assert said.count("\n") == 1
 
 
 def test_an_average_that_the_run_did_not_keep_is_refused(life, capfd):

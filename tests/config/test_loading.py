@@ -245,3 +245,20 @@ def test_a_number_that_yaml_would_read_as_another_one_is_refused_by_key(write, t
 def test_other_spellings_of_a_number_are_that_number(base):
     for text, value in {"+7": 7, "0": 0, "0x10": 16, "1_000": 1000, "'2'": 2}.items():
         assert load_config(base, [f"evaluate.every={text}"]).evaluate.every == value
+
+
+def test_a_resolved_config_is_data(base, tmp_path, monkeypatch):
+    """What looks like a reference in the config of a checkpoint, which may come from elsewhere, is
+    a text, also after saving and loading."""
+    monkeypatch.setenv("SECRET", "hidden")
+    text = r"${oc.env:SECRET} \${run.name} \\${a"
+    values = config_to_dict(load_config(base))
+    values["run"]["name"] = values["tokenizer"] = text
+    values["machine"] = {"levels": {"world": {}}, "device": {"name": text}}
+    config = config_from_dict(values, "elsewhere")
+    assert (config.run.name, config.tokenizer) == (text, text)
+    assert load_machine(config.machine).device.name == text
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml").tokenizer == text
+    given = config_from_dict(values, "elsewhere", ["tokenizer=${oc.env:SECRET}"])
+    assert given.tokenizer == "hidden"
