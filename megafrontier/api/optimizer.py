@@ -9,7 +9,7 @@ from torch import nn
 
 from megafrontier.api.model import ShardedModel, sharded
 from megafrontier.common.errors import UserError
-from megafrontier.optim.sharded import ShardedOptimizer, Slice, merge_slices, scalar_states
+from megafrontier.optim.sharded import MasterSlice, ShardedOptimizer, merge_slices, scalar_states
 from megafrontier.partition import Engine
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -120,7 +120,7 @@ def slice_groups(
             if id(parameter) in group_of
         ]
         for number, slices in merge_slices(spans, *unit.range).items():
-            found: list[Slice] = [(index, where) for where in slices]
+            found: list[MasterSlice] = [(index, where) for where in slices]
             groups[number]["params"] += found
     return groups
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megafrontier.comm.delta import WeightDelta, delta_levels
-from megafrontier.comm.ledger import Kind, Ledger
+from megafrontier.comm.ledger import Ledger, TrafficKind
 from megafrontier.comm.streams import (
     DONE,
     HOST,
@@ -47,7 +47,7 @@ class LevelCollectives:
         ledger: Ledger,
         streams: CommStreams,
         check_order: bool = False,
-        kind: Kind | None = None,
+        kind: TrafficKind | None = None,
     ) -> None:
         """With `check_order`, the ranks compare labels before each collective; then all levels must
         share one stream. `kind`: what is moved. Default: gathers and publications move weights,
@@ -57,8 +57,8 @@ class LevelCollectives:
         self._wires = wires
         self._streams = streams
         self._check_order = check_order
-        self._gathered: Kind = kind or "weights"
-        self._reduced: Kind = kind or "gradients"
+        self._gathered: TrafficKind = kind or "weights"
+        self._reduced: TrafficKind = kind or "gradients"
 
     def local_slice(self, buffer: torch.Tensor, depth: int, deeper: int) -> torch.Tensor:
         """This rank's slice at depth `deeper`, as a view of its slice `buffer` at `depth`."""
@@ -88,7 +88,12 @@ class LevelCollectives:
         return chain
 
     def gather_exact(
-        self, weights: torch.Tensor, start: int, stop: int, label: str, kind: Kind = "weights"
+        self,
+        weights: torch.Tensor,
+        start: int,
+        stop: int,
+        label: str,
+        kind: TrafficKind = "weights",
     ) -> AsyncChain:
         """Fill `weights`, a slice at depth `stop`, from every owner's slice of it at depth `start`,
         without any rounding."""

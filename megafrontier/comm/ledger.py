@@ -16,13 +16,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
-Kind = Literal["weights", "gradients", "activations", "tokens"]
+TrafficKind = Literal["weights", "gradients", "activations", "tokens"]
 """What a collective moves. `gradients`: of parameters, and what an optimizer makes of them.
 `activations`: hidden states, keys and values, statistics of the loss, and the gradients of all
 these. `tokens`: what expert parallelism dispatches and combines."""
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
-_Row = tuple[int, Kind] | None
+KINDS: tuple[TrafficKind, ...] = get_args(TrafficKind)
+_Row = tuple[int, TrafficKind] | None
 """What was timed: a collective over a level, or None: the computation waited."""
 
 MAX_PENDING_EVENTS = 20_000
@@ -88,12 +88,12 @@ class Ledger:
         self._counts.append({kind: Traffic() for kind in KINDS})
         return len(self.names) - 1
 
-    def count(self, level: int, kind: Kind, sent: int) -> None:
+    def count(self, level: int, kind: TrafficKind, sent: int) -> None:
         """Count a message of `sent` bytes whose seconds are not measured."""
         with self._lock:
             self._counts[level][kind].bytes += sent
 
-    def _zeros(self) -> list[dict[Kind, Traffic]]:
+    def _zeros(self) -> list[dict[TrafficKind, Traffic]]:
         return [{kind: Traffic() for kind in KINDS} for _ in self.names]
 
     @contextmanager
@@ -109,7 +109,7 @@ class Ledger:
             self._counts, self._waited = kept, waited
 
     @contextmanager
-    def collective(self, level: int, label: str, kind: Kind) -> Iterator[list[int]]:
+    def collective(self, level: int, label: str, kind: TrafficKind) -> Iterator[list[int]]:
         """Time one collective over `level`. The caller appends the bytes that it sent to the list.
         `label` names the collective in traces and reports."""
         sent: list[int] = []
@@ -177,7 +177,7 @@ class Ledger:
         sent = [sum(traffic.bytes for traffic in kinds) for kinds in levels]
         return sent, [sum(traffic.seconds for traffic in kinds) for kinds in levels]
 
-    def take_kinds(self, wait: bool = False) -> list[dict[Kind, Traffic]]:
+    def take_kinds(self, wait: bool = False) -> list[dict[TrafficKind, Traffic]]:
         """`take`, with all kinds of each level."""
         self._read_events(wait)
         with self._lock:

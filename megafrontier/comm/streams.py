@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from megafrontier.comm.ledger import Kind
+from megafrontier.comm.ledger import TrafficKind
 from megafrontier.common.buffers import BufferPool, Workspace
 from megafrontier.parallel.hierarchy import CommArbiter
 
@@ -281,7 +281,7 @@ class AsyncChain:
     value: torch.Tensor
     label: str
     work: WorkHandle = DONE
-    kind: Kind = "weights"
+    kind: TrafficKind = "weights"
     _acquired: list[tuple[BufferPool, torch.Tensor]] = field(default_factory=list)
 
     def acquire(self, pool: BufferPool, numel: int, dtype: torch.dtype) -> torch.Tensor:

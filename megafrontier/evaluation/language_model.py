@@ -15,7 +15,7 @@ MAX_NEW_TOKENS = 256
 """The harness's default for tasks that state no `max_gen_toks`."""
 
 
-class ShardedModel(TemplateLM):
+class ShardedLanguageModel(TemplateLM):
     """A model on many ranks, which a `RowScorer` asks. To the harness it is one process.
 
     Texts are encoded as `prepare` does, without special ids at their ends. A text without context

@@ -72,12 +72,12 @@ def _run_harness(config: Config, scorer: RowScorer, tokenizer: Tokenizer) -> Res
     from lm_eval.evaluator import evaluate
     from lm_eval.tasks import TaskManager, get_task_dict
 
-    from megafrontier.evaluation.language_model import ShardedModel
+    from megafrontier.evaluation.language_model import ShardedLanguageModel
 
     chosen = config.evaluate
     names = list(chosen.tasks)
     tasks = get_task_dict(names, _manager(names, chosen.tasks_path, TaskManager))
-    model = ShardedModel(scorer, tokenizer)
+    model = ShardedLanguageModel(scorer, tokenizer)
     # Without this variable it forks, which a process that holds communicators must not do.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     options = {"limit": chosen.tasks_limit, "bootstrap_iters": RESAMPLES}

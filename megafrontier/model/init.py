@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from megafrontier.config import ModelConfig
 from megafrontier.model.scaling import base_size
 from megafrontier.parallel.env import own_cores
-from megafrontier.parallel.param_spec import Kind, ParamSpec, global_ranges, set_spec, spec_of
+from megafrontier.parallel.param_spec import (
+    ParameterKind,
+    ParamSpec,
+    global_ranges,
+    set_spec,
+    spec_of,
+)
 
 CHUNK = 2**18
 """Elements per generator. Never change it: a seed would mean other weights."""
@@ -31,7 +37,7 @@ M = TypeVar("M", bound=nn.Module)
 
 def with_specs(
     module: M,
-    kind: Kind,
+    kind: ParameterKind,
     std: float = 0.0,
     valid_rows: int | None = None,
     head_rows: int = 0,

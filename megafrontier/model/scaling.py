@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
-from megafrontier.parallel.param_spec import Kind, Role, SizeRatio, set_spec, spec_of
+from megafrontier.parallel.param_spec import ParameterKind, Role, SizeRatio, set_spec, spec_of
 
 
 class Multipliers(NamedTuple):
@@ -62,7 +62,7 @@ def scaled(values: Tensor, multiplier: float) -> Tensor:
     return values if multiplier == 1 else values * multiplier
 
 
-_ROLES: dict[Kind, Role] = {"matrix": "hidden", "expert": "hidden", "router": "output"}
+_ROLES: dict[ParameterKind, Role] = {"matrix": "hidden", "expert": "hidden", "router": "output"}
 """Of parameters of the blocks, by their kind. The others are vectors."""
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, get_args
 
 from megafrontier.common.errors import UserError, need
 from megafrontier.config import OptimizerConfig
-from megafrontier.parallel.param_spec import Kind, ParamSpec, SizeRatio
+from megafrontier.parallel.param_spec import ParameterKind, ParamSpec, SizeRatio
 
 STATES = {
     "adamw": ("exp_avg", "exp_avg_sq"),
@@ -155,8 +155,8 @@ def _choose(config: OptimizerConfig, specs: Sequence[ParamSpec]) -> dict[str, in
         key = f"optimizer.groups[{index}].match"
         found = [spec.name for spec in specs if _is_match(group.match, spec)]
         fits = (
-            f"matches no parameter, need one of {', '.join(get_args(Kind))}, or a pattern of names "
-            f"such as {specs[-1].name}"
+            f"matches no parameter, need one of {', '.join(get_args(ParameterKind))}, or a "
+            f"pattern of names such as {specs[-1].name}"
         )
         need(bool(found), key, group.match, fits)
         for name in found:
@@ -168,7 +168,7 @@ def _choose(config: OptimizerConfig, specs: Sequence[ParamSpec]) -> dict[str, in
 
 
 def _is_match(match: str, spec: ParamSpec) -> bool:
-    if match in get_args(Kind):
+    if match in get_args(ParameterKind):
         return spec.kind == match
     kind, _, pattern = match.rpartition(":")
     return kind in ("", spec.kind) and fnmatchcase(spec.name, pattern)

@@ -35,7 +35,7 @@ from megafrontier.parallel.param_spec import ParamSpec
 from megafrontier.partition.layout import Entry
 from megafrontier.partition.unit import Unit
 
-Region = tuple[slice, ...]
+MatrixBox = tuple[slice, ...]
 """A box of a matrix."""
 
 
@@ -80,7 +80,7 @@ class Matrix:
             if first < last:
                 yield first, last
 
-    def regions(self, rank: int, ranks: int) -> list[Region]:
+    def regions(self, rank: int, ranks: int) -> list[MatrixBox]:
         """The boxes of all `ranks` of a tensor split, this one's number being `rank`: those of the
         first rank, of the second, …"""
         return [
@@ -172,7 +172,7 @@ def _cost(matrix: Matrix) -> int:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _MatrixStep:
     """A level over which parts move."""
 
     collectives: LevelCollectives
@@ -201,14 +201,14 @@ class _Step:
         return found
 
 
-def _steps(matrix: Matrix, tensor: LevelCollectives | None) -> list[_Step]:
+def _steps(matrix: Matrix, tensor: LevelCollectives | None) -> list[_MatrixStep]:
     """The levels between the ranks that have parts of a matrix, outermost first."""
     over = [(matrix.unit.collectives, matrix.unit.placement.optimizer, False)]
     if matrix.is_cut:
         assert tensor is not None
         over.append((tensor, len(tensor.hierarchy.levels.sizes), True))
     steps = [
-        _Step(collectives, level, is_tensor)
+        _MatrixStep(collectives, level, is_tensor)
         for collectives, depth, is_tensor in over
         for level in reversed(range(depth))
     ]
@@ -231,7 +231,7 @@ class _MatrixExchange:
 
     def __init__(
         self,
-        step: _Step,
+        step: _MatrixStep,
         counts: dict[int, list[int]],
         before: Sequence[int],
         kept: Sequence[int],
@@ -285,7 +285,10 @@ class _Round:
     """Matrices that are computed at the same time, at most one on each rank."""
 
     def __init__(
-        self, matrices: Sequence[Matrix], steps: Sequence[_Step], tensor: LevelCollectives | None
+        self,
+        matrices: Sequence[Matrix],
+        steps: Sequence[_MatrixStep],
+        tensor: LevelCollectives | None,
     ) -> None:
         sizes = [step.size for step in steps]
         owners = [
@@ -365,7 +368,7 @@ def _cat(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     return torch.cat(list(pieces)) if pieces else like.new_empty(0)
 
 
-def _join(flat: torch.Tensor, shape: tuple[int, ...], regions: Sequence[Region]) -> torch.Tensor:
+def _join(flat: torch.Tensor, shape: tuple[int, ...], regions: Sequence[MatrixBox]) -> torch.Tensor:
     """A matrix from its boxes, which lie one after the other in `flat`."""
     if len(regions) == 1:
         return flat.view(shape)

@@ -10,7 +10,7 @@ from megafrontier.common.errors import UserError
 
 Build = Callable[[Any], torch.optim.Optimizer]
 """From parameters or param groups to a torch optimizer."""
-Slice = tuple[int, slice]
+MasterSlice = tuple[int, slice]
 """The index of a shard, and the part of it."""
 
 
@@ -29,7 +29,7 @@ class ShardedOptimizer:
         groups: Sequence[Mapping[str, Any]],
         build: Build,
     ) -> None:
-        """`groups`: torch's param groups, in which `params` are `Slice`s of `masters`."""
+        """`groups`: torch's param groups, in which `params` are `MasterSlice`s of `masters`."""
         self._masters = masters
         self._parts: list[tuple[torch.Tensor, int, slice]] = []
         for group in groups:

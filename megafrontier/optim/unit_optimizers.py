@@ -14,7 +14,7 @@ from megafrontier.optim.adamw import ShardedAdamW
 from megafrontier.optim.groups import EMA, STATES, OptimizerGroups
 from megafrontier.optim.muon import ShardedMuon
 from megafrontier.optim.sgd import ShardedSGD
-from megafrontier.optim.sharded import Slice, merge_slices
+from megafrontier.optim.sharded import MasterSlice, merge_slices
 from megafrontier.optim.subspace import ShardedSubspace
 from megafrontier.partition.offload import HostShard
 from megafrontier.partition.unit import Unit
@@ -196,10 +196,12 @@ def _divided(units: Sequence[Unit]) -> list[tuple[str, list[int]]]:
     return [(name, indices) for (name, _), indices in found.items()]
 
 
-def group_slices(units: Sequence[Unit], groups: OptimizerGroups) -> list[tuple[int, list[Slice]]]:
+def group_slices(
+    units: Sequence[Unit], groups: OptimizerGroups
+) -> list[tuple[int, list[MasterSlice]]]:
     """(group, slices of this rank's masters) of each group that has any, in the order of the
     groups. Padding belongs to the group without weight decay."""
-    found: dict[int, list[Slice]] = {}
+    found: dict[int, list[MasterSlice]] = {}
     for index, unit in enumerate(units):
         spans = [
             (e.offset, e.offset + e.numel, groups.numbers[unit.specs[e.name].name])

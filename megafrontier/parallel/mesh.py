@@ -21,7 +21,7 @@ from megafrontier.parallel.hierarchy import CommArbiter, Hierarchy, Levels
 from megafrontier.parallel.world import World
 
 AXES = ("tensor", "context", "data", "pipeline")
-EXPERT_AXES = ("tensor", "expert", "expert_data", "pipeline")
+MIXTURE_AXES = ("tensor", "expert", "expert_data", "pipeline")
 """The same ranks, with context × data divided another way."""
 DATA_PARALLEL = ("tensor", "context", "data")
 """The axes over which a parameter is replicated that no split cuts."""
@@ -119,7 +119,7 @@ class MeshShape:
     """The splits on the levels of a machine, without processes. Raises UserError if they do not
     fit.
 
-    Every method that takes axes accepts any of `AXES` or any of `EXPERT_AXES`, not both.
+    Every method that takes axes accepts any of `AXES` or any of `MIXTURE_AXES`, not both.
     """
 
     levels: Levels
@@ -175,9 +175,9 @@ class MeshShape:
 
 def _basis(axes: Sequence[str]) -> tuple[str, ...]:
     """All axes among which `axes` are. Raises ValueError if they are not of one such set."""
-    basis = EXPERT_AXES if {"expert", "expert_data"} & set(axes) else AXES
+    basis = MIXTURE_AXES if {"expert", "expert_data"} & set(axes) else AXES
     if not set(axes) - {ENDS} <= set(basis):
-        raise ValueError(f"axes {tuple(axes)}, need some of {AXES}, or some of {EXPERT_AXES}")
+        raise ValueError(f"axes {tuple(axes)}, need some of {AXES}, or some of {MIXTURE_AXES}")
     return basis
 
 
@@ -256,7 +256,7 @@ class Mesh:
         return self.tensor_rank == 0
 
     def hierarchy(self, axes: Sequence[str] = DATA_PARALLEL) -> Hierarchy:
-        """The levels over `axes`: any of `AXES` or any of `EXPERT_AXES`.
+        """The levels over `axes`: any of `AXES` or any of `MIXTURE_AXES`.
 
         The first call for some axes makes the groups, so all ranks must call it in the same order.
         """

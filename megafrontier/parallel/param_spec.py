@@ -14,7 +14,7 @@ from torch import nn
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.mesh import DATA_PARALLEL
 
-Kind = Literal["matrix", "norm", "bias", "embedding", "expert", "router"]
+ParameterKind = Literal["matrix", "norm", "bias", "embedding", "expert", "router"]
 Role = Literal["hidden", "output", "vector"]
 _ATTRIBUTE = "_megafrontier_spec"
 
@@ -43,7 +43,7 @@ class ParamSpec:
     """Global name. Empty: the parameter's name in the model that is sharded."""
     shape: tuple[int, ...]
     """Global shape."""
-    kind: Kind
+    kind: ParameterKind
     box: tuple[tuple[int, int], ...] = ()
     """[start, stop) in each dimension. Default: all."""
     axes: tuple[str, ...] = DATA_PARALLEL

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from megafrontier.comm.collectives import LevelCollectives
-from megafrontier.comm.ledger import Kind, Ledger
+from megafrontier.comm.ledger import Ledger, TrafficKind
 from megafrontier.comm.streams import DONE, CommStreams, Policy, Task, WorkHandle
 from megafrontier.comm.wires.wire import Wires
 from megafrontier.parallel.hierarchy import Hierarchy
@@ -33,7 +33,7 @@ from megafrontier.partition.modules.hook_points import HookPoint
 from megafrontier.partition.modules.hooks import Backward, ModuleHooks
 from megafrontier.partition.modules.state_dict import FullStateDict
 from megafrontier.partition.modules.wrap import (
-    Block,
+    WrappedBlock,
     current_values,
     divide,
     mark_sharded,
@@ -149,12 +149,12 @@ class Engine:
         levels = len(hierarchy.levels.sizes)
         self._streams = CommStreams(policy, levels, hierarchy.device, hierarchy.arbiter)
         self._check_order = check_order
-        self._collectives: dict[tuple[Hierarchy, Wires, Kind | None], LevelCollectives] = {}
+        self._collectives: dict[tuple[Hierarchy, Wires, TrafficKind | None], LevelCollectives] = {}
 
     def init_units(
         self,
         model: nn.Module,
-        divided: Sequence[Block],
+        divided: Sequence[WrappedBlock],
         initial: InitialSlice,
         group_of: GroupOf,
         rules: Callable[[ParamSpec], UnitRules],
@@ -166,7 +166,7 @@ class Engine:
         # reduction is over when its unit runs again.
         prefetch = min(self._prefetch, len(divided) - 1)
         self.pool = UnitBufferPool(prefetch + 1, self.hierarchy.device)
-        points: dict[Block, HookPoint] = {}
+        points: dict[WrappedBlock, HookPoint] = {}
         for block in divided:
             units = self._make_units(block, group_of, rules)
             parent = next((points[b] for b in block.around() if b in points), None)
@@ -193,7 +193,7 @@ class Engine:
         self._broadcast_weights(self.units, from_masters=True)
 
     def _make_units(
-        self, block: Block, group_of: GroupOf, rules: Callable[[ParamSpec], UnitRules]
+        self, block: WrappedBlock, group_of: GroupOf, rules: Callable[[ParamSpec], UnitRules]
     ) -> list[Unit]:
         """One unit for all parameters of a block that have the same rules and optimizer."""
         alike: dict[tuple[UnitRules, bool, str], list[tuple[int, Named]]] = {}
@@ -223,7 +223,7 @@ class Engine:
         return units
 
     def _choose_buffer(
-        self, block: Block, slot: int, dtype: torch.dtype, placement: Placement
+        self, block: WrappedBlock, slot: int, dtype: torch.dtype, placement: Placement
     ) -> UnitBuffer:
         if placement.is_persistent:  # part of the unit's state, not of the pool
             return UnitBuffer(dtype, self.hierarchy.device)
@@ -237,7 +237,7 @@ class Engine:
         return self._policy != "none"
 
     def collectives(
-        self, hierarchy: Hierarchy, wires: Wires, kind: Kind | None = None
+        self, hierarchy: Hierarchy, wires: Wires, kind: TrafficKind | None = None
     ) -> LevelCollectives:
         """Collectives over the levels of `hierarchy` on this engine's streams, which its ledger
         counts as `kind`. Default: gathers as weights, reductions as gradients."""

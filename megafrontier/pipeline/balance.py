@@ -14,7 +14,7 @@ from megafrontier.config import ModelConfig
 from megafrontier.model.flops import attention_flops, parameter_specs
 from megafrontier.parallel.param_spec import ParamSpec
 from megafrontier.pipeline.schedule import make_table
-from megafrontier.pipeline.simulate import Costs, simulate
+from megafrontier.pipeline.simulate import StageCosts, simulate
 
 _Key = tuple[float, float]
 
@@ -30,7 +30,7 @@ def balanced_layers(config: ModelConfig, stages: int) -> tuple[int, ...]:
     return _divide(tuple(block_flops(config)), embedding_flops(config), head_flops(config), stages)
 
 
-def stage_costs(config: ModelConfig, layers: Sequence[int]) -> list[Costs]:
+def stage_costs(config: ModelConfig, layers: Sequence[int]) -> list[StageCosts]:
     """The costs of each stage's actions in FLOPs per token, if stages have `layers` blocks.
 
     A backward costs two forwards. Its part for weights has the matrices that `split_backward`
@@ -41,12 +41,12 @@ def stage_costs(config: ModelConfig, layers: Sequence[int]) -> list[Costs]:
     costs = []
     for start, end in pairwise([0, *accumulate(layers)]):
         forward, weights = (sums[end] - sums[start]) / 3, late[end] - late[start]
-        costs.append(Costs(forward, 2 * forward - weights, weights))
+        costs.append(StageCosts(forward, 2 * forward - weights, weights))
     return costs
 
 
 def bubble(
-    schedule: str, ranks: int, stages_per_rank: int, micro_batches: int, costs: Sequence[Costs]
+    schedule: str, ranks: int, stages_per_rank: int, micro_batches: int, costs: Sequence[StageCosts]
 ) -> float:
     """The share of a step in which the ranks of a pipeline wait, 0 to 1, without transfers."""
     table = make_table(schedule, ranks, stages_per_rank, micro_batches)
@@ -54,7 +54,7 @@ def bubble(
 
 
 def describe_pipeline(
-    schedule: str, ranks: int, stages_per_rank: int, micro_batches: int, costs: Sequence[Costs]
+    schedule: str, ranks: int, stages_per_rank: int, micro_batches: int, costs: Sequence[StageCosts]
 ) -> str:
     """One line with the bubble, a warning if there are fewer micro-batches than ranks."""
     share = bubble(schedule, ranks, stages_per_rank, micro_batches, costs)

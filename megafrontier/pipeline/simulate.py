@@ -24,7 +24,7 @@ Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Costs:
+class StageCosts:
     """Seconds of the actions of one stage. `backward` is of inputs and weights together.
 
     `backward_input` and `backward_weight` are used by the schedules that have them apart.
@@ -52,7 +52,7 @@ class Costs:
                 return self.backward_weight
 
 
-TICKS = Costs(forward=1.0, backward_input=1.0, backward_weight=1.0)
+TICKS = StageCosts(forward=1.0, backward_input=1.0, backward_weight=1.0)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Deadlock(RuntimeError):
 
 def simulate(
     rows: Sequence[StageRow],
-    costs: Costs | Sequence[Costs] = TICKS,
+    costs: StageCosts | Sequence[StageCosts] = TICKS,
     *,
     transfer_seconds: float = 0.0,
     overlap: bool = True,
@@ -138,11 +138,14 @@ def _streams(row: StageRow, overlap: bool) -> list[_Stream]:
 
 class _Clock:
     def __init__(
-        self, rows: Sequence[StageRow], costs: Costs | Sequence[Costs], transfer_seconds: float
+        self,
+        rows: Sequence[StageRow],
+        costs: StageCosts | Sequence[StageCosts],
+        transfer_seconds: float,
     ) -> None:
         actions = [action for row in rows for action in _actions(row)]
         self._stages = 1 + max((action.stage for action in actions), default=-1)
-        self._costs = [costs] * self._stages if isinstance(costs, Costs) else costs
+        self._costs = [costs] * self._stages if isinstance(costs, StageCosts) else costs
         self._transfer_seconds = transfer_seconds
         self._sent = {
             message_in(transfer)

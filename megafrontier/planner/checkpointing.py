@@ -52,7 +52,7 @@ class Saved(NamedTuple):
     """That backward of a block and the head need beside what is saved."""
 
 
-Costs = Mapping[Mode, Saved]
+BlockCosts = Mapping[Mode, Saved]
 
 
 def resolve_checkpointing(config: Config, ranks: int) -> tuple[Config, list[str]]:
@@ -118,7 +118,7 @@ class _Rank:
     row: Sequence[Action]
     stages: Mapping[int, Sequence[int]]
     """The numbers of the blocks of each of its stages."""
-    costs: Costs
+    costs: BlockCosts
 
     @property
     def blocks(self) -> list[int]:
@@ -174,7 +174,7 @@ _measured: dict[str, Saved] = {}
 """By configuration: a search asks for the same one several times."""
 
 
-def _measure(config: Config, plan: RunPlan) -> Costs:
+def _measure(config: Config, plan: RunPlan) -> BlockCosts:
     """What blocks need, on a rank with all the work of a pipeline."""
     ranks = plan.levels.ranks
     parallel = replace(config.parallel, pipeline=1, stages_per_rank=1, schedule="1f1b", layers=[])
@@ -215,7 +215,7 @@ def _activation_gib(config: Config, layers: int, ranks: int) -> float:
 def _activations(
     row: Sequence[Action],
     stages: Mapping[int, Sequence[Mode]],
-    costs: Costs,
+    costs: BlockCosts,
     gradients: float,
 ) -> float:
     """The most GiB of activations that a rank of a pipeline holds, with the `gradients` that
@@ -242,7 +242,7 @@ def _activations(
     return most
 
 
-def _peak(modes: Sequence[Mode], costs: Costs, gradients: float) -> float:
+def _peak(modes: Sequence[Mode], costs: BlockCosts, gradients: float) -> float:
     """The most GiB of a stage's backward, which frees the last block first."""
     held = most = 0.0
     for index, mode in enumerate(modes):

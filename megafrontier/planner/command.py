@@ -12,7 +12,7 @@ from megafrontier.config import Config, MachineConfig, load_config, load_machine
 from megafrontier.parallel.env import identify
 from megafrontier.planner.auto import choose_layout
 from megafrontier.planner.layers import simulate_blocks
-from megafrontier.planner.search import Layout, search
+from megafrontier.planner.search import CandidateLayout, search
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.rates import UNKNOWN
 from megafrontier.training.host_memory import host_gib
@@ -60,7 +60,7 @@ def dry_run_command(path: str, overrides: Sequence[str], ranks: int | None) -> s
     plan = resolve_plan(config, ranks)
     lines += describe_run(config, plan)
     step = simulate_blocks(config, plan, UNKNOWN)
-    layout = Layout((), config, plan, step)
+    layout = CandidateLayout((), config, plan, step)
     if not layout.fits:
         memory = plan.machine.device.memory_gib
         raise UserError(
@@ -98,7 +98,7 @@ def ranks_per_node(machine: MachineConfig) -> int:
     return machine.device.ranks_per_host or prod(size or 1 for size in sizes)
 
 
-def too_large(layout: Layout) -> str:
+def too_large(layout: CandidateLayout) -> str:
     """Why a layout does not fit, in one line."""
     memory = layout.plan.machine.device.memory_gib
     return (
@@ -107,13 +107,13 @@ def too_large(layout: Layout) -> str:
     )
 
 
-def mfu(layout: Layout) -> float | None:
+def mfu(layout: CandidateLayout) -> float | None:
     """Share of the device's peak; None if the machine file does not state it."""
     peak = layout.plan.machine.device.peak_tflops
     return None if peak is None else layout.step.tflops_per_device / peak
 
 
-def as_dict(layout: Layout) -> dict[str, Any]:
+def as_dict(layout: CandidateLayout) -> dict[str, Any]:
     """A plan in JSON."""
     step = layout.step
     return {
@@ -134,7 +134,9 @@ def as_dict(layout: Layout) -> dict[str, Any]:
     }
 
 
-def table(config: Config, layouts: Sequence[Layout], nodes: int, tokens: float | None) -> str:
+def table(
+    config: Config, layouts: Sequence[CandidateLayout], nodes: int, tokens: float | None
+) -> str:
     """One line for each layout, fastest first."""
     names = list(layouts[0].step.sent)
     has_experts = config.model.moe is not None

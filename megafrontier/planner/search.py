@@ -59,7 +59,7 @@ WORKERS = 16
 
 
 @dataclass(frozen=True)
-class Layout:
+class CandidateLayout:
     """A configuration with some overrides, and what a step of it takes."""
 
     overrides: tuple[str, ...]
@@ -68,7 +68,7 @@ class Layout:
     step: Simulated
 
     @classmethod
-    def of(cls, overrides: tuple[str, ...], config: Config, ranks: int) -> "Layout":
+    def of(cls, overrides: tuple[str, ...], config: Config, ranks: int) -> "CandidateLayout":
         """Simulate a layout. Raises UserError for one that cannot be."""
         plan = resolve_plan(config, ranks)
         if config.train.activation_checkpointing == "auto":
@@ -100,7 +100,7 @@ def search(
     most: int = SIMULATED,
     free: Free | None = None,
     workers: int = WORKERS,
-) -> list[Layout]:
+) -> list[CandidateLayout]:
     """The configuration's own layout and the `most` best others that fit into memory, fastest
     first; one that does not fit comes last.
 
@@ -139,7 +139,7 @@ def search(
 
 def _search_without_copies(
     config: Config, ranks: int, most: int, free: Free, workers: int, problem: UserError
-) -> list[Layout]:
+) -> list[CandidateLayout]:
     """`search` with `partition.weights_copy=false`, because no layout fits with a copy of the
     weights. Raises `problem` if none fits without it."""
     partition = replace(config.partition, weights_copy=False)
@@ -153,10 +153,10 @@ def _search_without_copies(
 
 def _simulate(
     candidates: "Sequence[_Candidate]", ranks: int, workers: int, most: int
-) -> list[Layout]:
+) -> list[CandidateLayout]:
     """Layouts in their order, in processes side by side, until `most` that fit are found."""
     first, *rest = candidates  # the processes need not import its modules again
-    found = [Layout.of(first.overrides, first.config, ranks)]
+    found = [CandidateLayout.of(first.overrides, first.config, ranks)]
     workers = min(os.cpu_count() or 1, len(rest), workers)
     pool = ProcessPoolExecutor(workers, get_context("fork")) if workers > 1 else None
     try:
@@ -167,7 +167,7 @@ def _simulate(
             now, rest = rest[:missing], rest[missing:]
             overrides, configs = zip(*((c.overrides, c.config) for c in now), strict=True)
             run = map if pool is None else pool.map
-            found += run(Layout.of, overrides, configs, repeat(ranks))
+            found += run(CandidateLayout.of, overrides, configs, repeat(ranks))
     finally:
         if pool is not None:
             pool.shutdown()

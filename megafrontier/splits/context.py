@@ -21,7 +21,7 @@ from megafrontier.common.async_copy import copy_async
 from megafrontier.common.errors import UserError
 from megafrontier.model.gpt import GPT
 from megafrontier.model.kernels.chunks import chunk_attention
-from megafrontier.model.kernels.exchanges import Part, register
+from megafrontier.model.kernels.exchanges import AttentionPart, register
 from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK
 from megafrontier.splits.documents import assign
 from megafrontier.splits.key_routes import find_routes
@@ -93,7 +93,7 @@ class ContextSplit:
         """This rank's part [1, b · s / size, …] of values of all tokens [b, s, …]."""
         return values.flatten(0, 1)[self._routes(documents).tokens][None]
 
-    def parts(self, documents: Tensor) -> Sequence[Part]:
+    def parts(self, documents: Tensor) -> Sequence[AttentionPart]:
         return self._routes(documents).parts
 
     def bounds(self, documents: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class ContextSplit:
 class _DeviceRoutes(NamedTuple):
     """`KeyRoutes`, with all numbers on the device."""
 
-    parts: list[Part]
+    parts: list[AttentionPart]
     bounds: Tensor
     """The start of each part among this rank's tokens, and their number, int32."""
     tokens: Tensor
@@ -151,7 +151,9 @@ def _find_routes(
 ) -> _DeviceRoutes:
     own, pasts, past, planned, count = find_routes(documents, sizes, index, window)
     bounds = [*accumulate((part.stop - part.start for part in own), initial=0)]
-    parts = [Part(slice(*at), past) for at, past in zip(pairwise(bounds), pasts, strict=True)]
+    parts = [
+        AttentionPart(slice(*at), past) for at, past in zip(pairwise(bounds), pasts, strict=True)
+    ]
     tokens = torch.cat([torch.arange(part.start, part.stop) for part in own])
     steps, rows = [], bounds[-1]
     for level, numbers, sends, receives in planned:

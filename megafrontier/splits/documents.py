@@ -17,7 +17,7 @@ BALANCED = 0.02
 """An imbalance (`Assignment.imbalance`) at which no more documents are cut."""
 
 
-class Part(NamedTuple):
+class DocumentPart(NamedTuple):
     """The tokens [start, stop) of a micro-batch, of the document that begins at token `document`,
     on the `rank`-th rank."""
 
@@ -37,7 +37,7 @@ class Part(NamedTuple):
 class Assignment:
     """The parts of all tokens of a micro-batch, in their order, on `size` ranks."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[DocumentPart, ...]
     size: int
 
     @cached_property
@@ -69,7 +69,7 @@ def assign(bounds: tuple[int, ...], size: int) -> Assignment:
 def _assign(documents: Sequence[tuple[int, int]], cuts: int, size: int) -> Assignment:
     """Cut the first `cuts` documents, which are sorted by falling length."""
     ranks = _Ranks(size, sum(stop - start for start, stop in documents) // size)
-    parts: list[Part] = []
+    parts: list[DocumentPart] = []
     for document in documents[:cuts]:
         parts += ranks.cut(*document)
     for document in documents[cuts:]:
@@ -83,13 +83,13 @@ class _Ranks:
     def __init__(self, size: int, tokens: int) -> None:
         self.room, self.pairs = [tokens] * size, [0] * size
 
-    def _take(self, start: int, stop: int, document: int, rank: int) -> Part:
-        part = Part(start, stop, document, rank)
+    def _take(self, start: int, stop: int, document: int, rank: int) -> DocumentPart:
+        part = DocumentPart(start, stop, document, rank)
         self.room[rank] -= stop - start
         self.pairs[rank] += part.pairs
         return part
 
-    def cut(self, document: int, end: int) -> Iterator[Part]:
+    def cut(self, document: int, end: int) -> Iterator[DocumentPart]:
         """Two parts for each rank. Tokens that remain go to ranks with the most room."""
         ranks = range(len(self.room))
         share, rest = divmod(end - document, len(ranks))
@@ -102,7 +102,7 @@ class _Ranks:
             if start < stop:
                 yield self._take(start, stop, document, rank)
 
-    def deal(self, document: int, end: int) -> Iterator[Part]:
+    def deal(self, document: int, end: int) -> Iterator[DocumentPart]:
         """The whole document for the rank with the fewest pairs among those that have room, else
         parts that fill ranks."""
         start = document

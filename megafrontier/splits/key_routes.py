@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megafrontier.splits.documents import Part, assign
+from megafrontier.splits.documents import DocumentPart, assign
 
 Flags = NDArray[np.bool_]
 
@@ -35,7 +35,7 @@ class KeyStep(NamedTuple):
 class KeyRoutes(NamedTuple):
     """What a rank owns, needs, sends and gets."""
 
-    own: tuple[Part, ...]
+    own: tuple[DocumentPart, ...]
     """The parts of its tokens, in order."""
     pasts: list[slice]
     """For each part, where the earlier tokens that it attends to are among those of `past`."""
@@ -85,7 +85,7 @@ def find_routes(
     return KeyRoutes(own, _pasts(index, parts, firsts, needed[index]), past, steps, numbers.total)
 
 
-def _first_needed(parts: Sequence[Part], window: int) -> NDArray[np.int64]:
+def _first_needed(parts: Sequence[DocumentPart], window: int) -> NDArray[np.int64]:
     """For each part, the number of the first part that it attends to; its own if to no other."""
     starts, stops, documents = np.array([part[:3] for part in parts]).T
     begins = np.searchsorted(starts, documents)
@@ -105,7 +105,7 @@ def _needed(owners: NDArray[np.int64], firsts: NDArray[np.int64], size: int) -> 
 
 
 def _pasts(
-    index: int, parts: Sequence[Part], firsts: NDArray[np.int64], needed: Flags
+    index: int, parts: Sequence[DocumentPart], firsts: NDArray[np.int64], needed: Flags
 ) -> list[slice]:
     """For each part of a rank, where the parts that it attends to are among the needed ones."""
     lengths = np.array([part.stop - part.start for part in parts]) * needed
@@ -121,7 +121,7 @@ def _pasts(
 class _Numbers:
     """The numbers of the tokens that a rank has. Flags [part] say which parts are meant."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[DocumentPart]) -> None:
         self._lengths = np.array([part.stop - part.start for part in parts])
         self._firsts = np.zeros_like(self._lengths)
         self.total = 0

@@ -32,14 +32,14 @@ from megafrontier.training.plan import (
     state_gib,
 )
 from megafrontier.training.traffic import tensor_traffic
-from megafrontier.training.trainer import PARTS, Part, open_loader
+from megafrontier.training.trainer import PARTS, CorpusPart, open_loader
 
 MANY_PEERS = 512
 RCCL_DEVICES = ("MI250X", "AMD")
 """Parts of the names of devices that use RCCL."""
 
 
-def check_training(config: Config, ranks: int, parts: Sequence[Part] = PARTS) -> RunPlan:
+def check_training(config: Config, ranks: int, parts: Sequence[CorpusPart] = PARTS) -> RunPlan:
     """Refuse what would fail later: placement, batch, vocabulary, corpora of `parts`, packages.
 
     Returns the plan. Reads files but computes nothing, so that ranks may be forked afterwards.

@@ -11,7 +11,7 @@ from megafrontier.common.errors import UserError
 from megafrontier.parallel.world import World
 
 Reduce = Literal["mean", "sum", "max"]
-Value = torch.Tensor | float | Sequence[float]
+MetricValue = torch.Tensor | float | Sequence[float]
 
 # The fields of a line in metrics.jsonl, which other metrics must not replace.
 STEP_FIELDS = frozenset(
@@ -48,7 +48,7 @@ class MetricRecorder:
         self._entries: dict[str, _Entry] = {}
         self._is_checked = False
 
-    def record(self, name: str, value: Value, reduce: Reduce = "mean") -> None:
+    def record(self, name: str, value: MetricValue, reduce: Reduce = "mean") -> None:
         """Record a metric of the present step; metrics.jsonl has it under `name`.
 
         value: a number or numbers [n], or a tensor [] or [n] on the host or on the device, which
@@ -63,7 +63,7 @@ class MetricRecorder:
             raise ValueError(f"metric {name}: a field of every step, need another name")
         self.add(name, value, reduce)
 
-    def add(self, name: str, value: Value, reduce: Reduce) -> None:
+    def add(self, name: str, value: MetricValue, reduce: Reduce) -> None:
         """`record` without the check of the name: for the step's own fields."""
         if reduce not in ("mean", "sum", "max"):
             raise ValueError(f"metric {name}: reduce {reduce!r}, need mean, sum or max")

@@ -41,8 +41,8 @@ from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.plan import RunPlan, optimizer_groups
 from megafrontier.training.recorder import MetricRecorder
 
-Part = Literal["train", "valid"]
-PARTS: tuple[Part, ...] = ("train", "valid")
+CorpusPart = Literal["train", "valid"]
+PARTS: tuple[CorpusPart, ...] = ("train", "valid")
 
 
 @dataclass
@@ -269,7 +269,7 @@ def _zeros(device: torch.device, _spec: ParamSpec, start: int, stop: int) -> tor
 
 def open_loader(
     config: Config,
-    part: Part,
+    part: CorpusPart,
     data_rank: int,
     data_size: int,
     device: torch.device | str = "cpu",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.hierarchy import Levels
-from megafrontier.parallel.mesh import AXES, DATA_PARALLEL, EXPERT_AXES, Mesh, MeshShape, Splits
+from megafrontier.parallel.mesh import AXES, DATA_PARALLEL, MIXTURE_AXES, Mesh, MeshShape, Splits
 from megafrontier.parallel.world import World
 from tests.partition.tiny import place
 from tests.ranks import make_levels, run_mesh
@@ -19,7 +19,7 @@ FRONTIER = Levels(("pair", "node", "world"), (2, 4, 6))
 SUBSETS = [
     ("tensor",), ("context",), ("data",), ("pipeline",), ("expert",), ("expert_data",),
     ("context", "data"), ("tensor", "expert_data"), ("tensor", "context"), DATA_PARALLEL, AXES,
-    EXPERT_AXES,
+    MIXTURE_AXES,
 ]  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def coordinates(shape, axes):
 def test_peers_are_the_ranks_that_differ_in_the_axes_at_one_level_alone(sizes):
     for shape in shapes(sizes):
         for axes in SUBSETS:
-            table = coordinates(shape, EXPERT_AXES if {*axes} <= {*EXPERT_AXES} else AXES)
+            table = coordinates(shape, MIXTURE_AXES if {*axes} <= {*MIXTURE_AXES} else AXES)
             for level in range(len(sizes)):
                 expected = defaultdict(list)
                 keys = []

@@ -14,7 +14,7 @@ from megafrontier.pipeline.balance import (
     head_flops,
     stage_costs,
 )
-from megafrontier.pipeline.simulate import Costs
+from megafrontier.pipeline.simulate import StageCosts
 
 
 def model(**keys):
@@ -82,7 +82,7 @@ def test_fewer_blocks_than_stages_are_refused():
 
 
 def test_the_line_of_a_pipeline_has_its_bubble_and_warns_of_too_few_micro_batches():
-    even = [Costs(1.0, 1.0, 1.0)] * 4
+    even = [StageCosts(1.0, 1.0, 1.0)] * 4
     line = describe_pipeline("1f1b", 4, 1, 8, even)
     assert line == "pipeline: 4 stages, 1f1b, 8 micro-batches: bubble 27%"
     assert describe_pipeline("zero_bubble", 2, 2, 8, even).endswith(
@@ -90,5 +90,5 @@ def test_the_line_of_a_pipeline_has_its_bubble_and_warns_of_too_few_micro_batche
     )
     assert describe_pipeline("1f1b", 4, 1, 2, even).startswith("warning: pipeline: 4 stages")
     # A stage twice as slow makes all others wait.
-    slow = [*even[:3], Costs(2.0, 2.0, 2.0)]
+    slow = [*even[:3], StageCosts(2.0, 2.0, 2.0)]
     assert describe_pipeline("1f1b", 4, 1, 8, slow).endswith("bubble 47%")

@@ -6,10 +6,10 @@ import pytest
 
 from megafrontier.common.errors import UserError
 from megafrontier.pipeline.schedule import find_schedule, make_table
-from megafrontier.pipeline.simulate import Costs, peak_in_flight, simulate
+from megafrontier.pipeline.simulate import StageCosts, peak_in_flight, simulate
 from megafrontier.pipeline.table import Action, ActionKind, Table, message_for, message_of
 
-UNEQUAL = Costs(forward=1.0, backward_input=1.2, backward_weight=0.7)
+UNEQUAL = StageCosts(forward=1.0, backward_input=1.2, backward_weight=0.7)
 EVERY = [("1f1b", 1), *(("interleaved", v) for v in (2, 3, 4)), ("zero_bubble", 1)]
 
 
@@ -58,7 +58,7 @@ def test_every_action_is_in_the_table_once_and_no_rank_waits_for_ever(schedule, 
 def test_the_idle_time_of_a_table_is_that_of_its_formula_for_any_costs(
     schedule, stages, exhaustive
 ):
-    for costs in (Costs(1.0, 1.0, 1.0), UNEQUAL):
+    for costs in (StageCosts(1.0, 1.0, 1.0), UNEQUAL):
         f, i, w = costs.forward, costs.backward_input, costs.backward_weight
         for ranks, m in sizes(exhaustive):
             seconds = simulate(make_table(schedule, ranks, stages, m), costs).seconds

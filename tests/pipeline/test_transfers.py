@@ -3,7 +3,7 @@
 import pytest
 
 from megafrontier.pipeline.schedule import make_table
-from megafrontier.pipeline.simulate import Costs, Deadlock, simulate
+from megafrontier.pipeline.simulate import Deadlock, StageCosts, simulate
 from megafrontier.pipeline.table import Action, TransferGroup, message_for, message_in, message_of
 from megafrontier.pipeline.transfers import with_transfers
 
@@ -26,9 +26,9 @@ def tables(case, exhaustive):
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("early", [True, False])
 def test_no_rank_waits_for_ever_although_each_exchange_blocks_its_rank(case, early, exhaustive):
-    uneven = Costs(forward=3.0, backward_input=1.0, backward_weight=0.5)
+    uneven = StageCosts(forward=3.0, backward_input=1.0, backward_weight=0.5)
     for table in tables(case, exhaustive):
-        for costs in (Costs(1.0, 1.0, 1.0), uneven):
+        for costs in (StageCosts(1.0, 1.0, 1.0), uneven):
             simulate(with_transfers(table, early), costs, overlap=False, transfer_seconds=0.3)
 
 

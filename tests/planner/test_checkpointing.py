@@ -14,7 +14,7 @@ from megafrontier.config import Config, check
 from megafrontier.model.recompute.checkpointing import Mode
 from megafrontier.planner.auto import choose_layout
 from megafrontier.planner.checkpointing import MODES, cheapest, fill_memory, operations
-from megafrontier.planner.search import Layout, search
+from megafrontier.planner.search import CandidateLayout, search
 from megafrontier.planner.simulation.rates import UNKNOWN
 from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.training.plan import resolve_plan
@@ -57,7 +57,7 @@ def check_budget(case: dict[str, Any]) -> None:
     budget = (least + most) / 2
     chosen, predicted = fill_memory(config, plan, budget)
     assert predicted <= budget
-    layout = Layout.of((), with_mode(config, "auto", budget), 4)  # as a plan has it
+    layout = CandidateLayout.of((), with_mode(config, "auto", budget), 4)  # as a plan has it
     assert layout.config == chosen
     assert layout.step.worst_gib == pytest.approx(predicted, rel=WORST)
     assert predicted > budget - (most - least) / 4

@@ -21,7 +21,7 @@ from megafrontier.planner.simulation import routing
 from megafrontier.planner.simulation.dry_run import DryLoader
 from megafrontier.planner.simulation.memory import ROUNDING, Memory
 from megafrontier.planner.simulation.rank import STEPS
-from megafrontier.planner.simulation.routing import Kind, worst_routing
+from megafrontier.planner.simulation.routing import RoutingKind, worst_routing
 from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.splits import exchange
 from megafrontier.splits.token_dispatch import PEAK
@@ -135,7 +135,7 @@ MORE = [
 
 
 MOE = {"model.moe": MoEConfig(experts=8, active=2, ffn_hidden=64, shared_experts=1)}
-ROUTED: list[tuple[dict[str, int], dict[str, Any], Kind, float]] = [
+ROUTED: list[tuple[dict[str, int], dict[str, Any], RoutingKind, float]] = [
     ({"expert": 4}, TOPO, "uniform", PEAK),
     ({"expert": 4}, {**TOPO, **BLOCK}, "one", 2.0),
     ({"expert": 4}, {"partition.strategy": "zero3"}, "full", 2.0),
@@ -144,7 +144,7 @@ ROUTED: list[tuple[dict[str, int], dict[str, Any], Kind, float]] = [
 """Splits, configuration, routing, and how many times the average a rank may have at once."""
 
 
-def choose(kind: Kind, peak: float, ranks: int, tokens: int) -> torch.Tensor:
+def choose(kind: RoutingKind, peak: float, ranks: int, tokens: int) -> torch.Tensor:
     """The experts of each token."""
     pairs = torch.tensor([*combinations(range(8), 2)])
     chosen = pairs[torch.arange(tokens) % len(pairs)]
@@ -169,7 +169,7 @@ def train_routed(config: Config, mesh: Mesh, decided: Callable[[int], torch.Tens
 def test_a_mixture_has_the_predicted_memory_with_balanced_and_with_the_worst_routing(
     splits: dict[str, int],
     case: dict[str, Any],
-    kind: Kind,
+    kind: RoutingKind,
     peak: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

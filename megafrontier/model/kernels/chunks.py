@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megafrontier.model.kernels.blockwise import add_sinks_, sinks_backward
-from megafrontier.model.kernels.exchanges import EXCHANGES, Exchange, Part
+from megafrontier.model.kernels.exchanges import EXCHANGES, AttentionPart, Exchange
 from megafrontier.model.kernels.varlen import (
     attend_documents,
     attend_documents_backward,
@@ -141,11 +141,11 @@ def _pieces(query: Tensor, key: Tensor, across: Exchange) -> list[tuple[slice, s
     ]
 
 
-def _with_past(parts: Sequence[Part]) -> list[Part]:
+def _with_past(parts: Sequence[AttentionPart]) -> list[AttentionPart]:
     return [part for part in parts if part.past.start < part.past.stop]
 
 
-def _longest(parts: Sequence[Part]) -> int:
+def _longest(parts: Sequence[AttentionPart]) -> int:
     return max(part.tokens.stop - part.tokens.start for part in parts)
 
 
@@ -153,7 +153,7 @@ def _attend_selves(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    parts: Sequence[Part],
+    parts: Sequence[AttentionPart],
     bounds: Tensor,
     window: int,
     softcap: float,
@@ -233,7 +233,7 @@ class _Backward:
         self,
         inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         sums: Tensor,
-        parts: Sequence[Part],
+        parts: Sequence[AttentionPart],
         bounds: Tensor,
         rule: tuple[int, float],
     ) -> None:

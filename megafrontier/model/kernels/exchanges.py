@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Part(NamedTuple):
+class AttentionPart(NamedTuple):
     """Some consecutive tokens of a document, and what it has before them."""
 
     tokens: slice
@@ -25,7 +25,7 @@ class Exchange(Protocol):
     number of all its tokens. A process has n tokens, and needs p earlier ones.
     """
 
-    def parts(self, documents: Tensor) -> Sequence[Part]:
+    def parts(self, documents: Tensor) -> Sequence[AttentionPart]:
         """This process's parts, in the order of its tokens."""
         ...
 

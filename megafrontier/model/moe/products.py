@@ -19,8 +19,8 @@ from megafrontier.model.late_weights import keep_for_weights
 
 Numbers = tuple[Tensor | None, Tensor | None]
 """Of the two matrices of each expert, if their gradients come later (`late_weights`)."""
-Activation = Callable[[Tensor], Tensor]
-Product = Callable[[Tensor, Tensor, Tensor, Tensor, Activation, Numbers], Tensor]
+ActivationFunction = Callable[[Tensor], Tensor]
+Product = Callable[[Tensor, Tensor, Tensor, Tensor, ActivationFunction, Numbers], Tensor]
 """tokens [n, hidden], counts int64 [experts], up [experts, rows, hidden], down [experts, hidden,
 width], the activation and `Numbers` → [n, hidden]."""
 Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -40,7 +40,7 @@ def padded_product(
     counts: Tensor,
     up: Tensor,
     down: Tensor,
-    activate: Activation,
+    activate: ActivationFunction,
     numbers: Numbers = WHOLE,
 ) -> Tensor:
     """`pad_product` to the most tokens of any expert; `loop_product` if that would be more than
@@ -56,7 +56,7 @@ def pad_product(
     counts: Tensor,
     up: Tensor,
     down: Tensor,
-    activate: Activation,
+    activate: ActivationFunction,
     numbers: Numbers,
     most: int,
 ) -> Tensor:
@@ -76,7 +76,7 @@ def _multiply_both(
     counts: Tensor,
     up: Tensor,
     down: Tensor,
-    activate: Activation,
+    activate: ActivationFunction,
     numbers: Numbers = WHOLE,
 ) -> Tensor:
     raised = multiply_late(multiply, rows, counts, up, numbers[0])

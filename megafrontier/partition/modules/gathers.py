@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megafrontier.comm.wires.wire import Wires
 from megafrontier.partition.memory import UnitBuffer
-from megafrontier.partition.modules.hook_points import HookPoint, Part
+from megafrontier.partition.modules.hook_points import BlockPart, HookPoint
 from megafrontier.partition.placement import traffic_bytes
 from megafrontier.partition.unit import Unit
 
@@ -23,7 +23,7 @@ def plain_passes(micro_batches: int) -> list[Pass]:
     return [Pass(0, is_forward) for _ in range(micro_batches) for is_forward in (True, False)]
 
 
-def count_gathers(parts: Sequence[Part], passes: Iterable[Pass]) -> Counter[Unit]:
+def count_gathers(parts: Sequence[BlockPart], passes: Iterable[Pass]) -> Counter[Unit]:
     """How often a step of these passes gathers each unit: whenever a unit runs or is prefetched and
     is not unsharded."""
     replay = _Replay()
@@ -43,7 +43,7 @@ def count_gathers(parts: Sequence[Part], passes: Iterable[Pass]) -> Counter[Unit
 
 def sum_traffic(
     units: Sequence[Unit],
-    parts: Sequence[Part],
+    parts: Sequence[BlockPart],
     passes: Iterable[Pass],
     micro_batches: int,
     wires: Wires | None,

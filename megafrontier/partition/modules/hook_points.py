@@ -91,7 +91,7 @@ class HookPoint:
                 unit.start_finishing()
 
 
-class Part:
+class BlockPart:
     """The hook points of one forward, in the order in which they run: those of a whole model, or of
     a stage of a pipeline. The root is among them.
 

@@ -29,9 +29,9 @@ from megafrontier.comm.streams import CommStreams, Policy
 from megafrontier.common.errors import UserError
 from megafrontier.partition.modules.hook_points import (
     BackwardPass,
+    BlockPart,
     ForwardRecord,
     HookPoint,
-    Part,
     PendingForwards,
 )
 from megafrontier.partition.modules.wrap import (
@@ -80,9 +80,11 @@ class ModuleHooks:
         self._running: list[HookPoint] = []
         self._pass: BackwardPass | None = None
         self._forward_place = {point: place for place, point in enumerate(points)}
-        self.parts = [Part([p for p in points if p.is_in(names)], prefetch) for names in stages]
+        self.parts = [
+            BlockPart([p for p in points if p.is_in(names)], prefetch) for names in stages
+        ]
         if not stages:
-            self.parts = [Part(points, prefetch)]
+            self.parts = [BlockPart(points, prefetch)]
         self.part = self.parts[0]
         """The part of the model that runs now."""
         for point in points:

@@ -19,16 +19,16 @@ SUMMED_BYTES = 1 << 24
 
 
 @dataclass(eq=False)
-class Block:
+class WrappedBlock:
     """A module whose parameters are unsharded together: its own, without those of inner blocks."""
 
     name: str
     module: nn.Module
-    parent: "Block | None"
+    parent: "WrappedBlock | None"
     """The block around this one; the root if there is none."""
     parameters: list[Named] = field(default_factory=list)
 
-    def around(self) -> "Iterator[Block]":
+    def around(self) -> "Iterator[WrappedBlock]":
         """The blocks around this one, innermost first, and the root."""
         block = self.parent
         while block is not None:
@@ -45,16 +45,16 @@ class Block:
         return any(parameter.numel() > 0 for _, parameter in self.parameters)
 
 
-def divide(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[Block]:
+def divide(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[WrappedBlock]:
     """The root, which holds all parameters that no block has to itself or whose spec says so, and
     the blocks, each after those around it. Blocks without elements are left out.
 
     Raises UserError for a parameter that is complex, for a block that is not part of the model or
     has the name of another, and for a parameter that a block shares with a block inside it.
     """
-    root = Block(ROOT, model, None)
+    root = WrappedBlock(ROOT, model, None)
     found = _nest(root, blocks)
-    owners: dict[int, list[Block]] = {}
+    owners: dict[int, list[WrappedBlock]] = {}
     inner = {id(block.module) for block in found}
     for block in (root, *found):
         for identity in _held_outside(block.module, inner - {id(block.module)}):
@@ -73,7 +73,7 @@ def divide(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[Bl
     return [block for block in (root, *found) if block.has_elements]
 
 
-def _owner(name: str, owners: Sequence[Block], root: Block) -> Block:
+def _owner(name: str, owners: Sequence[WrappedBlock], root: WrappedBlock) -> WrappedBlock:
     """The block of a parameter. One that several blocks share must be unsharded while any of them
     runs, and belongs to the root."""
     for block in owners:
@@ -86,17 +86,19 @@ def _owner(name: str, owners: Sequence[Block], root: Block) -> Block:
     return owners[0] if len(owners) == 1 else root
 
 
-def _nest(root: Block, blocks: Sequence[tuple[str, nn.Module]]) -> list[Block]:
+def _nest(root: WrappedBlock, blocks: Sequence[tuple[str, nn.Module]]) -> list[WrappedBlock]:
     """The blocks, each after those around it and otherwise in the order given."""
     _refuse_namesakes(blocks)
     rest = [(name, module, {id(m) for m in module.modules()}) for name, module in blocks]
 
-    def inside(parent: Block, candidates: Sequence[tuple[str, nn.Module, set[int]]]) -> list[Block]:
-        found: list[Block] = []
+    def inside(
+        parent: WrappedBlock, candidates: Sequence[tuple[str, nn.Module, set[int]]]
+    ) -> list[WrappedBlock]:
+        found: list[WrappedBlock] = []
         for name, module, _ in candidates:
             around = [c for c in candidates if c[1] is not module and id(module) in c[2]]
             if not around:
-                block = Block(name, module, parent)
+                block = WrappedBlock(name, module, parent)
                 held = {id(m) for m in module.modules()} - {id(module)}
                 found += [block, *inside(block, [c for c in candidates if id(c[1]) in held])]
         return found

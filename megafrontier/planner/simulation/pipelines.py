@@ -13,7 +13,7 @@ from statistics import median
 from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.config import Config
 from megafrontier.pipeline.division import Division
-from megafrontier.pipeline.simulate import Costs
+from megafrontier.pipeline.simulate import StageCosts
 from megafrontier.pipeline.simulate import simulate as run_table
 from megafrontier.pipeline.table import Action, ActionKind
 from megafrontier.pipeline.transfers import with_transfers
@@ -86,7 +86,7 @@ def _extend(usual: list[dict[str, float]], more: int, total: dict[str, float]) -
     }
 
 
-def _costs(division: Division, actions: dict[int, Actions]) -> list[Costs]:
+def _costs(division: Division, actions: dict[int, Actions]) -> list[StageCosts]:
     """Of every stage. Stages of ranks that were not simulated are like one that was, by the number
     of their blocks."""
     known = {}
@@ -102,7 +102,7 @@ def _costs(division: Division, actions: dict[int, Actions]) -> list[Costs]:
     return found
 
 
-def _costs_of(stage: int, actions: Actions) -> Costs:
+def _costs_of(stage: int, actions: Actions) -> StageCosts:
     def seconds(*kinds: ActionKind) -> float:
         return sum(
             _medians(actions[stage, kind])["seconds"]
@@ -111,11 +111,13 @@ def _costs_of(stage: int, actions: Actions) -> Costs:
         )
 
     inputs = seconds(ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
-    return Costs(seconds(ActionKind.FORWARD), inputs, seconds(ActionKind.BACKWARD_WEIGHT))
+    return StageCosts(seconds(ActionKind.FORWARD), inputs, seconds(ActionKind.BACKWARD_WEIGHT))
 
 
-def _scaled(costs: Costs, share: float) -> Costs:
-    return Costs(costs.forward * share, costs.backward_input * share, costs.backward_weight * share)
+def _scaled(costs: StageCosts, share: float) -> StageCosts:
+    return StageCosts(
+        costs.forward * share, costs.backward_input * share, costs.backward_weight * share
+    )
 
 
 def _transfer_seconds(config: Config, plan: RunPlan, rates: Rates) -> float:

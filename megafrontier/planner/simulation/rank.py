@@ -19,8 +19,7 @@ from megafrontier.planner.simulation.dry_run import DryLoader, dry_mesh, dry_tra
 from megafrontier.planner.simulation.memory import ROUNDING, Memory, Peak
 from megafrontier.planner.simulation.meter import Meter
 from megafrontier.planner.simulation.rates import Rates
-from megafrontier.planner.simulation.routing import Kind as RoutingKind
-from megafrontier.planner.simulation.routing import Routing
+from megafrontier.planner.simulation.routing import Routing, RoutingKind
 from megafrontier.training.loop import start_step
 from megafrontier.training.plan import GIB, RunPlan
 from megafrontier.training.trainer import Trainer

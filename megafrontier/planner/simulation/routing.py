@@ -24,7 +24,7 @@ from megafrontier.model.moe.products import (
     PADDED_LIMIT,
     PRODUCTS,
     WHOLE,
-    Activation,
+    ActivationFunction,
     Numbers,
     Product,
     grouped_product,
@@ -38,7 +38,7 @@ from megafrontier.splits.token_dispatch import PEAK, READERS
 from megafrontier.splits.token_routes import Counts
 from megafrontier.splits.traffic import distinct_share
 
-Kind = Literal["uniform", "full", "one"]
+RoutingKind = Literal["uniform", "full", "one"]
 WITHOUT_GROUPED = ("MI100", "MI210", "MI250")
 """Parts of the names of accelerators for which torch has no grouped matrix product."""
 _current: ContextVar["Routing"] = ContextVar("routing")
@@ -48,7 +48,7 @@ _current: ContextVar["Routing"] = ContextVar("routing")
 class Routing:
     """The routing of all micro-batches of a simulation."""
 
-    kind: Kind
+    kind: RoutingKind
     moe: MoEConfig
     device: DeviceConfig
 
@@ -97,7 +97,7 @@ class Routing:
         return _padded if is_old else grouped_product
 
 
-def worst_routing(config: Config) -> Kind:
+def worst_routing(config: Config) -> RoutingKind:
     """The routing that needs the most memory. Chunks are computed again in backward, so that many
     tokens in one chunk need more than several chunks, unless blocks are computed again anyway."""
     again = all(mode in RECOMPUTES_BLOCK for mode in config.checkpointing)
@@ -114,7 +114,7 @@ def _loop(
     counts: Tensor,
     up: Tensor,
     down: Tensor,
-    activate: Activation,
+    activate: ActivationFunction,
     numbers: Numbers = WHOLE,
 ) -> Tensor:
     """`loop_product` of experts with equally many tokens, which needs as much memory as others."""
@@ -128,7 +128,7 @@ def _padded(
     counts: Tensor,
     up: Tensor,
     down: Tensor,
-    activate: Activation,
+    activate: ActivationFunction,
     numbers: Numbers = WHOLE,
 ) -> Tensor:
     """`pad_product` of experts with equally many tokens, or with the most that are padded."""

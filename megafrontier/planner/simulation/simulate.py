@@ -7,7 +7,7 @@ from megafrontier.config import Config
 from megafrontier.planner.simulation.pipelines import ROUNDS, combine
 from megafrontier.planner.simulation.rank import Marks, Prepare, Simulated, run_rank
 from megafrontier.planner.simulation.rates import UNKNOWN, Rates
-from megafrontier.planner.simulation.routing import Kind, worst_routing
+from megafrontier.planner.simulation.routing import RoutingKind, worst_routing
 from megafrontier.training.plan import RunPlan
 
 MICRO_BATCHES = 3
@@ -47,7 +47,7 @@ def _simulate(
     rates: Rates,
     prepare: Prepare | None,
     micro_batches: int | None,
-    routing: Kind,
+    routing: RoutingKind,
 ) -> Simulated:
     division = plan.division
     if division.ranks == 1:

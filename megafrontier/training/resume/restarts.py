@@ -35,7 +35,7 @@ from megafrontier.parallel.world import World
 
 FILE_NAME = "attempts.jsonl"
 _TAIL_BYTES = 2**20
-Entry = dict[str, Any]
+RestartRecord = dict[str, Any]
 """A line of attempts.jsonl."""
 
 
@@ -101,13 +101,13 @@ def _refusal(path: Path, reached: int, excluded: int, limit: int) -> str | None:
     )
 
 
-def count_failures(entries: Iterator[Entry], reached: int, excluded: int) -> int:
+def count_failures(entries: Iterator[RestartRecord], reached: int, excluded: int) -> int:
     """The number of failed starts since the run last made progress (Note [Restart history]).
 
     `reached` is the last step of the newest start, `excluded` the number of hosts in bad-nodes.txt
     after it.
     """
-    starts: list[Entry] = []
+    starts: list[RestartRecord] = []
     for entry in entries:
         if "reached" in entry:
             starts.append(entry)
@@ -129,7 +129,7 @@ def count_failures(entries: Iterator[Entry], reached: int, excluded: int) -> int
     return failures
 
 
-def _ended_well(start: Entry, reached: int) -> bool:
+def _ended_well(start: RestartRecord, reached: int) -> bool:
     """Whether a start has not failed. A stop request before the first step is a failure, because
     it means that the time limit is too short for one step."""
     if start.get("ended") == STOPPED:
@@ -163,7 +163,7 @@ def has_begun(directory: Path, wanted: str) -> bool:
     )
 
 
-def _launch() -> Entry:
+def _launch() -> RestartRecord:
     """The Slurm job or torchrun command that this start belongs to, and how often Slurm and
     torchrun have restarted it; empty without both."""
     job = os.environ.get("SLURM_JOB_ID", os.environ.get("TORCHELASTIC_RUN_ID"))
@@ -185,32 +185,32 @@ def recorded_keys(metrics: Path, step: int) -> set[str]:
     return {key for line in lines if line.get("step") == step for key in line}
 
 
-def _newest_lines(metrics: Path) -> Iterator[Entry]:
+def _newest_lines(metrics: Path) -> Iterator[RestartRecord]:
     """The last lines of metrics.jsonl, newest first."""
     with suppress(OSError), metrics.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         yield from _parse(reversed(file.read().decode(errors="replace").splitlines()))
 
 
-def _entries(path: Path) -> Iterator[Entry]:
+def _entries(path: Path) -> Iterator[RestartRecord]:
     with suppress(OSError):
         yield from _read(path)
 
 
-def _read(path: Path) -> Iterator[Entry]:
+def _read(path: Path) -> Iterator[RestartRecord]:
     """The lines of attempts.jsonl, none if there is no file. Raises OSError."""
     with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
         yield from _parse(file)
 
 
-def _parse(lines: Iterator[str]) -> Iterator[Entry]:
+def _parse(lines: Iterator[str]) -> Iterator[RestartRecord]:
     for line in lines:
         with suppress(ValueError):  # A kill cut the line short.
             if isinstance(entry := json.loads(line), dict):
                 yield entry
 
 
-def _append(path: Path, values: Entry) -> None:
+def _append(path: Path, values: RestartRecord) -> None:
     """Add a line to a file whose last line may have been cut short. Raises OSError."""
     line = json.dumps({"at": datetime.now(UTC).isoformat(timespec="seconds"), **values}) + "\n"
     with path.open("ab+") as file:

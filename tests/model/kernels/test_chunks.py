@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megafrontier.model.kernels import chunks
 from megafrontier.model.kernels.chunks import chunk_attention
-from megafrontier.model.kernels.exchanges import Part, register
+from megafrontier.model.kernels.exchanges import AttentionPart, register
 from megafrontier.model.positions import document_mask
 
 LENGTH, HEADS, KV_HEADS, WIDTH = 96, 4, 2, 8
@@ -25,7 +25,7 @@ class LocalExchange:
 
     def parts(self, documents):
         return [
-            Part(slice(start, min(start + 12, end)), slice(begin, start))
+            AttentionPart(slice(start, min(start + 12, end)), slice(begin, start))
             for begin, end in pairwise(documents.tolist())
             for start in range(begin, end, 12)
         ]
