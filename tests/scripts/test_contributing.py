@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal, get_args
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from megafrontier.comm.wires import registry
 from megafrontier.comm.wires.wire import Wire, WorkWires, make_wire
 from megafrontier.common.buffers import Workspace
-from megafrontier.config import SitesConfig
+from megafrontier.config import SitesConfig, WireFormat, validation
 from megafrontier.parallel.mesh import Splits
 from megafrontier.partition import Engine, Placement, Wires
 from megafrontier.pipeline.messages import Messenger
@@ -20,6 +21,7 @@ from megafrontier.splits.context import ContextSplit
 from megafrontier.splits.token_dispatch import TokenExchange
 from megafrontier.splits.tokens import TokenGroup
 from megafrontier.training.callbacks.base import Callback
+from tests import runs
 from tests.partition.tiny import build, engine_step, finished_gradients
 from tests.ranks import run_mesh, run_ranks
 
@@ -54,6 +56,22 @@ def test_the_example_of_a_wire_sums_over_ranks(monkeypatch):
     assert [sent for _, sent in found] == [4, 4]
     total = torch.tensor([value for part, _ in found for value in part])
     assert torch.allclose(total, torch.arange(1.0, 9.0) * 3, rtol=0.125)
+
+
+def test_the_key_that_chooses_the_example_of_a_wire_trains(tmp_path, monkeypatch):
+    """With its name among `WireFormat`, as the text says."""
+    (chosen,) = re.findall(r"`(partition\.wires\.\S+=e5m2)`", TEXT)
+    path = runs.make_config_file(tmp_path)
+    exact = runs.losses(
+        runs.run(path, 2, *runs.ONE, "train.steps=4", f"run.directory={tmp_path}/exact")
+    )
+    monkeypatch.setitem(registry.FORMATS, "e5m2", None)  # is taken out again after the test
+    monkeypatch.setattr(validation, "WireFormat", Literal[*get_args(WireFormat), "e5m2"])
+    example("class Float8")
+    losses = runs.losses(runs.run(path, 2, *runs.ONE, "train.steps=4", chosen))
+    assert "; gradients world e5m2; " in runs.log(tmp_path / "run")
+    assert losses != exact
+    assert losses == pytest.approx(exact, rel=0.01)
 
 
 class Halves(registry.Codec):
