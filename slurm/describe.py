@@ -11,10 +11,13 @@ A batch file runs this before it starts a thousand ranks. Exit code 2 and one li
 """
 
 import argparse
-from functools import partial
+from typing import TYPE_CHECKING
 
-from megafrontier.common.errors import FatalError, UserError, exit_on_fatal_error
+from megafrontier.common.errors import UserError, exit_on_fatal_error
 from megafrontier.config import Config, load_config, load_machine
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from megafrontier.training.plan import RunPlan
 
 
 def describe(arguments: argparse.Namespace) -> list[str]:
@@ -30,7 +33,7 @@ def describe(arguments: argparse.Namespace) -> list[str]:
         return lines
     if per_host is not None:
         # torch takes seconds to import
-        from megafrontier.training.plan import check_memory, resolve_plan
+        from megafrontier.planner.checks import check_ranks
         from megafrontier.training.preview import describe_run
 
         check_tasks("--ntasks-per-node", arguments.ntasks_per_node, per_host)
@@ -41,9 +44,8 @@ def describe(arguments: argparse.Namespace) -> list[str]:
 
             config, chosen = choose_layout(config, ranks)
             lines += chosen
-        plan = resolve_plan(config, ranks)
-        check_memory(config, plan)
-        lines += [*describe_run(config, plan), *missing(config, ranks)]
+        plan = check_ranks(config, ranks)
+        lines += [*describe_run(config, plan), *missing(config, plan)]
         if arguments.submitting:
             from megafrontier.planner.command import predict
 
@@ -63,22 +65,16 @@ def check_tasks(option: str, tasks: int | None, ranks: int) -> None:
         raise UserError(f"{option}: {tasks}, need {ranks}, by machine.device.ranks_per_host")
 
 
-def missing(config: Config, ranks: int) -> list[str]:
-    """Warnings of a corpus, tokenizer, package or checkpoint that is missing here, though nodes may
-    have it on their own disks, and of a torch that cannot use the machine's devices."""
+def missing(config: Config, plan: "RunPlan") -> list[str]:
+    """Warnings of a corpus, tokenizer, package, secret or checkpoint that is missing here, though
+    nodes may have it on their own disks, and of a torch that cannot use the machine's devices."""
     import torch
 
-    from megafrontier.training.preview import check_training
-    from megafrontier.training.resume.resume import check_own
+    from megafrontier.planner.checks import warn_of_files
 
     if not config.data.train:  # to look at the sizes of a ready-made config
         return []
-    found = []
-    for check in partial(check_training, config, ranks), partial(check_own, config):
-        try:
-            check()
-        except (FatalError, OSError) as error:
-            found.append(f"warning: here {error}")
+    found = list(warn_of_files(config, plan))
     device = load_machine(config.machine).device
     if device.is_accelerator and torch.version.cuda is None and torch.version.hip is None:
         found.append(

@@ -26,8 +26,8 @@ from megafrontier.launch.local import flush_output, fork_ranks, import_early, re
 from megafrontier.launch.rendezvous import refuse
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.fault_injection import fault_point
+from megafrontier.planner.checks import check_files, check_ranks
 from megafrontier.sites.exchange import SiteExchange
-from megafrontier.sites.transport import read_secret
 from megafrontier.training.callbacks.base import load_class
 from megafrontier.training.callbacks.evaluate import Evaluate
 from megafrontier.training.callbacks.guard import Guard
@@ -35,11 +35,10 @@ from megafrontier.training.callbacks.log import Log, TraceWriter
 from megafrontier.training.callbacks.save import Save
 from megafrontier.training.callbacks.stragglers import GarbageCollection, Stragglers
 from megafrontier.training.device import describe_kernels
-from megafrontier.training.host_memory import check_host_memory
 from megafrontier.training.logging.run_log import RunLogger, check_directory, open_run_logger
 from megafrontier.training.loop import run
-from megafrontier.training.plan import check_memory, memory_advice
-from megafrontier.training.preview import check_training, describe_run
+from megafrontier.training.plan import memory_advice
+from megafrontier.training.preview import describe_run
 from megafrontier.training.resume.restarts import StartRecord, record_interrupt, record_start
 from megafrontier.training.resume.resume import check_resume, goes_back, resume
 from megafrontier.training.trainer import Trainer, build_trainer, initial_values
@@ -84,12 +83,9 @@ def _check(config: Config, identity: Identity | None, ranks: int) -> None:
     fault_point("check")
     if identity is not None:  # a parent may not touch the devices of the ranks that it forks
         check_rank(load_machine(config.machine).device, identity, config.preflight.enabled)
-    plan = check_training(config, ranks)
-    if config.sites is not None:
-        read_secret(config.sites.secret)
-    check_memory(config, plan)
-    here = ranks if identity is None else plan.machine.device.ranks_per_host or 1
-    check_host_memory(config, plan, here)
+    per_host = load_machine(config.machine).device.ranks_per_host or 1
+    plan = check_ranks(config, ranks, ranks if identity is None else per_host)
+    check_files(config, plan)
     if identity is None or identity.local_rank == 0:
         check_resume(config)
         check_directory(config)  # last, because it creates the directory

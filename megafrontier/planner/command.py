@@ -7,17 +7,20 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megafrontier.common.errors import UserError, need
+from megafrontier.common.errors import UserError, need, print_error
 from megafrontier.config import Config, MachineConfig, load_config, load_machine, save_config
 from megafrontier.parallel.env import identify
 from megafrontier.planner.auto import choose_layout
+from megafrontier.planner.checks import check_files, check_ranks, warn_of_files, warn_of_names
 from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.search import CandidateLayout, search
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.rates import UNKNOWN
 from megafrontier.training.host_memory import host_gib
-from megafrontier.training.plan import RunPlan, memory_advice, resolve_plan
-from megafrontier.training.preview import describe_run
+from megafrontier.training.logging.run_log import check_parents
+from megafrontier.training.plan import RunPlan, memory_advice
+from megafrontier.training.preview import check_layout, describe_run
+from megafrontier.training.resume.resume import check_own
 
 
 def plan_command(
@@ -31,14 +34,23 @@ def plan_command(
     """The table, or JSON. `tokens`: of a whole run, for its node-hours. `write`: gets the config of
     the best layout.
 
-    Raises UserError for a config or machine that cannot be planned, and if no layout fits.
+    Files that the run needs and that are not on this machine are warnings on stderr, because data
+    may come later. Raises UserError for a config or machine that cannot be planned, and if no
+    layout fits.
     """
     need(nodes >= 1, "--nodes", nodes, "need 1 or more")
     config = load_config(path, overrides)
     machine = load_machine(config.machine)
-    layouts = search(config, nodes * ranks_per_node(machine))
+    ranks = nodes * ranks_per_node(machine)
+    if not config.has_auto_layout:
+        check_layout(config, ranks)
+    layouts = search(config, ranks)
+    if config.has_auto_layout:
+        check_layout(layouts[0].config, ranks)
     if not layouts[0].fits and not as_json:
         raise UserError(f"plan: {too_large(layouts[0])}")
+    for line in warn_of_files(config, layouts[0].plan, resumes=False):
+        print_error(f"megafrontier: {line}")
     if write is not None and layouts[0].fits:
         save_config(layouts[0].config, write)
     if as_json:
@@ -51,14 +63,20 @@ def dry_run_command(path: str, overrides: Sequence[str], ranks: int | None) -> s
     """What a run will say about its ranks, and the memory of rank 0, which is built: of a deep
     model without a pipeline, two shallow ones, as `simulate_blocks` does.
 
-    `ranks`: default: those of the launcher, or 1. Raises UserError for a config that cannot run,
-    and if the tensors do not fit into the device's memory.
+    `ranks`: default: those of the launcher, or 1. Raises UserError for a config that `train` would
+    refuse, also for a missing corpus, and if the tensors do not fit into the device's memory.
     """
     config = load_config(path, overrides)
     ranks = identify(os.environ).world_size if ranks is None else ranks
+    need(ranks >= 1, "--nproc", ranks, "need at least 1")
     config, lines = choose_layout(config, ranks)
-    plan = resolve_plan(config, ranks)
-    lines += describe_run(config, plan)
+    plan = check_ranks(config, ranks)
+    check_files(config, plan, needs_corpus=False)
+    check_own(config)
+    check_parents(config)
+    lines += [*describe_run(config, plan), *warn_of_names(config)]
+    if not config.data.train:
+        lines.append("warning: data.train: empty, need at least one corpus to train")
     step = simulate_blocks(config, plan, UNKNOWN)
     layout = CandidateLayout((), config, plan, step)
     if not layout.fits:

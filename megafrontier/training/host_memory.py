@@ -20,11 +20,13 @@ def fits_host(config: Config, plan: RunPlan) -> bool:
     return memory is None or host_gib(config, plan) <= memory
 
 
-def check_host_memory(config: Config, plan: RunPlan, ranks: int) -> None:
+def check_host_memory(config: Config, plan: RunPlan, ranks: int | None = None) -> None:
     """Raises UserError if a rank needs more memory than the machine file states, or than each of
-    `ranks` on this host has."""
+    `ranks` on this host has. `ranks`: None on another host."""
     memory = plan.machine.device.host_memory_gib
     if memory is None:
+        if ranks is None:
+            return
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB / ranks
     required = host_gib(config, plan)
     if required > memory:

@@ -8,7 +8,7 @@ import torch
 
 from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.comm.wires.wire import Wire, WorkWires
-from megafrontier.common.errors import UserError
+from megafrontier.common.errors import UserError, need
 from megafrontier.config import Config
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.evaluation.tasks import check_tasks
@@ -32,7 +32,7 @@ from megafrontier.training.plan import (
     state_gib,
 )
 from megafrontier.training.traffic import tensor_traffic
-from megafrontier.training.trainer import PARTS, CorpusPart, open_loader
+from megafrontier.training.trainer import PARTS, CorpusPart, open_loader, open_named_loaders
 
 MANY_PEERS = 512
 RCCL_DEVICES = ("MI250X", "AMD")
@@ -40,33 +40,51 @@ RCCL_DEVICES = ("MI250X", "AMD")
 
 
 def check_training(config: Config, ranks: int, parts: Sequence[CorpusPart] = PARTS) -> RunPlan:
-    """Refuse what would fail later: placement, batch, vocabulary, corpora of `parts`, packages.
+    """Check layout, vocabulary, corpora of `parts`, and for training packages. Returns the plan.
 
-    Returns the plan. Reads files but computes nothing, so that ranks may be forked afterwards.
-    Raises UserError.
+    Reads files but computes nothing, so that ranks may be forked afterwards. Raises UserError.
     """
-    plan = resolve_plan(config, ranks)
-    check_vocabulary(config)
-    optimizers = optimizer_groups(config).by_optimizer()  # refuses groups that do not fit
-    if "lsp" in optimizers and ranks > 1:
-        raise UserError(f"optimizer.groups: lsp on {ranks} ranks, need 1 rank, or another name")
-    for part in parts:
-        loader = open_loader(config, part, 0, plan.shape.over(("data",)).ranks)
-        if loader is not None:
-            loader.samples.batch(0, 1)  # one sample shows most wrong tokenizers
+    plan = check_layout(config, ranks)
+    check_data(config, plan, parts)
     if "train" in parts:
-        _check_packages(config)
+        check_packages(config)
     return plan
 
 
-def _check_packages(config: Config) -> None:
+def check_layout(config: Config, ranks: int) -> RunPlan:
+    """Check all that follows from the config and the number of ranks alone: splits, placement,
+    wires, batch and optimizer groups. Returns the plan. Reads no files of the run. Raises
+    UserError."""
+    plan = resolve_plan(config, ranks)
+    micro_batches_of(config, plan)
+    optimizers = optimizer_groups(config).by_optimizer()
+    fits = "need 1 rank, or another name"
+    need("lsp" not in optimizers or ranks == 1, "optimizer.groups", f"lsp on {ranks} ranks", fits)
+    return plan
+
+
+def check_data(config: Config, plan: RunPlan, parts: Sequence[CorpusPart]) -> None:
+    """Check the tokenizer, and the corpora of `parts` by one sample each. Raises UserError."""
+    check_vocabulary(config)
+    size = plan.shape.over(("data",)).ranks
+    loaders = [open_loader(config, part, 0, size) for part in parts]
+    if "valid" in parts:
+        loaders += open_named_loaders(config, 0, size).values()
+    for loader in loaders:
+        if loader is not None:
+            loader.samples.batch(0, 1)  # one sample shows most wrong tokenizers
+
+
+def check_packages(config: Config) -> None:
+    """Check that the packages, tasks and callbacks that the config names are there, and that
+    callbacks fit. Raises UserError."""
     log = config.log
     wandb = "" if log.wandb == "disabled" else log.wandb
     chosen = {"wandb": wandb, "tensorboard": "true" * log.tensorboard, "mlflow": log.mlflow}
     for package, value in chosen.items():
         if value and find_spec(package) is None:
-            need = f"needs a package: pip install megafrontier[{package}]"
-            raise UserError(f"log.{package}: {value}, {need}")
+            fits = f"needs a package: pip install megafrontier[{package}]"
+            raise UserError(f"log.{package}: {value}, {fits}")
     check_tasks(config)
     if config.optimizer.fused == "apex":
         find_apex()
@@ -81,12 +99,9 @@ def _check_packages(config: Config) -> None:
 
 def check_vocabulary(config: Config) -> None:
     """Raises UserError if the tokenizer encodes text to ids that the model does not have."""
-    need = cached_tokenizer(config.tokenizer).min_vocab_size
-    if config.model.vocab_size < need:
-        raise UserError(
-            f"model.vocab_size: {config.model.vocab_size}, need at least {need} for tokenizer "
-            f"{config.tokenizer}"
-        )
+    least, given = cached_tokenizer(config.tokenizer).min_vocab_size, config.model.vocab_size
+    fits = f"need at least {least} for tokenizer {config.tokenizer}"
+    need(given >= least, "model.vocab_size", given, fits)
 
 
 def describe_run(

@@ -1,5 +1,7 @@
 """The run's log: metrics go to the sinks and the progress line, other lines to log.txt."""
 
+import errno
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -82,6 +84,16 @@ def check_directory(config: Config) -> None:
     """Raises UserError if the run directory cannot be written."""
     with _open_log(config):
         pass
+
+
+def check_parents(config: Config) -> None:
+    """Raise UserError if a file lies where the run directory or a folder above it must be. Unlike
+    `check_directory`, creates nothing."""
+    folder = Path(config.run.directory)
+    nearest = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+    if nearest.exists() and not nearest.is_dir():
+        number = errno.EEXIST if nearest == folder else errno.ENOTDIR
+        raise as_run_directory_error(OSError(number, os.strerror(number)), folder)
 
 
 @contextmanager
