@@ -51,6 +51,9 @@ megafrontier train configs/quickstart.yaml --nproc 8 run.name=try train.steps=20
   may leave its `size` open. `machine.levels.world.size=16` changes one value of a named machine,
   and so does a mapping in a file whose `defaults` name a machine. In any other file a mapping is
   the whole machine. `machine={…}` on the command line replaces the machine of the files.
+- **Resuming.** A changed key of `model` is an error if the model would compute something else. A
+  change of what training does, such as `optimizer` or `model.moe.bias_rate`, is a line in log.txt,
+  and of which samples are next a warning. Layouts may change without a word.
 - **What ran.** The run directory holds `config.yaml` with every key and every reference resolved.
   Only `machine` is saved as given: a name, or the keys that were inline.
 
@@ -105,7 +108,9 @@ def _docstring(node: ast.stmt) -> str:
 
 def _default(value: ast.expr | None) -> str:
     """The default as YAML writes it."""
-    if isinstance(value, ast.Call) and value.args:  # bounded(DEFAULT, …) or count(DEFAULT)
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "section":
+        return ""
+    if isinstance(value, ast.Call) and value.args:  # bounded(DEFAULT, …), count or marked
         return _default(value.args[0])
     if isinstance(value, ast.Call):  # field(default_factory=…)
         factory = value.keywords[0].value
@@ -125,7 +130,8 @@ def _bounds(value: ast.expr | None) -> str:
     if ast.unparse(value.func) == "count":
         return " ≥ 1"
     bounds = [(_BOUNDS[k.arg or ""], ast.unparse(k.value)) for k in value.keywords]
-    return " " + ", ".join(f"{sign} {limit.replace(' ** ', '**')}" for sign, limit in bounds)
+    words = (f" {sign} {limit.replace(' ** ', '**')}" for sign, limit in bounds)
+    return ",".join(words)
 
 
 def _yaml(value: object) -> str:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megafrontier.config.fields import RESUME, marked
+
 
 @dataclass
 class CorpusConfig:
@@ -34,13 +36,13 @@ class DataConfig:
     """Corpora to train on, blended by weight."""
     valid: list[CorpusConfig] = field(default_factory=list)
     """Corpora to evaluate on. Empty: the last part of each training corpus, see `split`."""
-    split: list[float] = field(default_factory=lambda: [0.99, 0.01])
+    split: list[float] = field(default_factory=lambda: [0.99, 0.01], metadata={RESUME: "samples"})
     """Fractions of each training corpus for training and validation, used if `valid` is empty."""
-    document_mask: bool = False
+    document_mask: bool = marked(False, "samples")
     """Attention and loss do not cross the end of a document, and positions restart there. This
     needs no dense mask, unless `model.dropout` is above 0 or the GPU has no such kernel for the
     head size: the line `attention:` in the log names the kernel."""
-    packing: Literal["none", "best_fit"] = "none"
+    packing: Literal["none", "best_fit"] = marked("none", "samples")
     """none: a sequence is consecutive tokens of a corpus, and cuts documents. best_fit: a sequence
     holds whole documents, and only a document that is longer than a sequence is cut (Ding et al.
     2024, arXiv:2404.10830). What is left of a sequence is padding without loss. Needs

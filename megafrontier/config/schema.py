@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megafrontier.config.data import DataConfig
-from megafrontier.config.fields import bounded, count
+from megafrontier.config.fields import bounded, count, marked, section
 from megafrontier.config.layout import ParallelConfig, PartitionConfig
 from megafrontier.config.model.gpt import ModelConfig
 from megafrontier.config.optimizer import OptimizerConfig, ScheduleConfig
@@ -26,7 +26,7 @@ class RunConfig:
     directory: str = "runs/${run.name}"
     """Run directory, for config, metrics, log, checkpoints and report. The default in a run's own
     config.yaml follows an override of `run.name`."""
-    seed: int = bounded(1234, at_least=0)
+    seed: int = bounded(1234, "samples", at_least=0)
     """Seed of initial weights, sample order and dropout."""
 
 
@@ -45,23 +45,23 @@ class BatchWarmupConfig:
 
 @dataclass
 class TrainConfig:
-    steps: int = count(1000)
+    steps: int = count(1000, "report")
     """Optimizer steps of the whole run."""
     stop_at: int | None = None
     """Stop with a checkpoint after this step. The learning rate schedule still spans `steps`."""
-    global_batch: int = count(8)
+    global_batch: int = count(8, "batch")
     """Sequences in one optimizer step, over all ranks."""
-    batch_warmup: BatchWarmupConfig | None = None
+    batch_warmup: BatchWarmupConfig | None = marked(None, "batch")
     """Begin with a smaller batch. null: no. See also `schedule.by`."""
     micro_batch: int = count(1)
     """Sequences that one rank processes at a time. The rest is gradient accumulation."""
-    precision: Literal["bf16", "fp32", "fp16"] = "bf16"
+    precision: Literal["bf16", "fp32", "fp16"] = marked("bf16", "report")
     """Type of weights and activations. Master weights, sums and optimizer state are fp32."""
-    linear_precision: Literal["fp8"] | None = None
+    linear_precision: Literal["fp8"] | None = marked(None, "report")
     """fp8: in training, the linear layers of blocks multiply in float8, forward and backward, on
     devices that have it (see performance.md#training-in-float8). Experts, routers and the head keep
     `precision`, which must be bf16. null: they all keep it."""
-    clip_grad_norm: float = bounded(1.0, at_least=0)
+    clip_grad_norm: float = bounded(1.0, "report", at_least=0)
     """Maximum global gradient norm; 0: no clipping."""
     compile: bool = False
     """Compile the blocks with torch.compile. Without a working compiler the run only warns."""
@@ -83,19 +83,19 @@ class TrainConfig:
     Default: 90 % of `machine.device.memory_gib`."""
     loss_chunk_tokens: int = count(1024)
     """Number of tokens whose logits exist at the same time in the loss."""
-    z_loss: float = bounded(0.0, at_least=0)
+    z_loss: float = bounded(0.0, "report", at_least=0)
     """Coefficient of the z-loss, the square of the log of the sum of the exponentials of a token's
     logits, which keeps logits from drifting (PaLM: 1.0e-4). metrics.jsonl has it as `z_loss`, and
     `loss` stays the cross-entropy. 0: none."""
     nonfinite_limit: int = count(10)
     """Stop after this many consecutive steps with a non-finite loss or gradient. Each such step is
     skipped. fp16 steps that only lower the loss scale do not count."""
-    spike_loss: float = 0.0
+    spike_loss: float = marked(0.0, "report")
     """Skip a step whose loss is above this factor times the median of the last `spike_window`
     steps; 0: never."""
-    spike_grad_norm: float = 0.0
+    spike_grad_norm: float = marked(0.0, "report")
     """The same for the gradient norm before clipping; 0: never."""
-    spike_window: int = bounded(128, at_least=1, at_most=1_000_000)
+    spike_window: int = bounded(128, "report", at_least=1, at_most=1_000_000)
     """Steps in the median that spikes are compared with. No step is skipped before that many."""
     hang_seconds: float = bounded(600.0, at_least=0)
     """End the run, with all stacks in RUN/hang, if no micro-batch, save or evaluation batch has
@@ -192,24 +192,24 @@ class PreflightConfig:
 
 @dataclass
 class Config:
-    run: RunConfig = field(default_factory=RunConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    tokenizer: str = "bytes"
+    run: RunConfig = section(RunConfig, "ignore")
+    model: ModelConfig = section(ModelConfig, "refuse")
+    tokenizer: str = marked("bytes", "samples")
     """SentencePiece file, Hugging Face tokenizer folder or name, `bytes`, or `none` (no text)."""
-    data: DataConfig = field(default_factory=DataConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    machine: Any = "laptop"
+    data: DataConfig = section(DataConfig, "ignore")
+    train: TrainConfig = section(TrainConfig, "ignore")
+    optimizer: OptimizerConfig = section(OptimizerConfig, "report")
+    schedule: ScheduleConfig = section(ScheduleConfig, "report")
+    machine: Any = marked("laptop", "ignore")
     """A name from configs/machines, the path of a machine file, or levels and device inline."""
-    partition: PartitionConfig = field(default_factory=PartitionConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    sites: SitesConfig | None = None
+    partition: PartitionConfig = section(PartitionConfig, "ignore")
+    parallel: ParallelConfig = section(ParallelConfig, "ignore")
+    sites: SitesConfig | None = marked(None, "ignore")
     """Train one model at several sites, each of which is a job of its own. null: at one."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    preflight: PreflightConfig = field(default_factory=PreflightConfig)
-    log: LogConfig = field(default_factory=LogConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "ignore")
+    evaluate: EvaluateConfig = section(EvaluateConfig, "ignore")
+    preflight: PreflightConfig = section(PreflightConfig, "ignore")
+    log: LogConfig = section(LogConfig, "ignore")
 
     @property
     def checkpointing(self) -> list[CheckpointingMode]:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 from megafrontier.common.errors import need
 from megafrontier.config.building import shown
 from megafrontier.config.data import CorpusConfig, weight_at
+from megafrontier.config.fields import RESUME
 from megafrontier.config.layout import WireFormat, WiresConfig
 from megafrontier.config.machine import MachineConfig
 from megafrontier.config.model.blocks import LatentConfig, check_attention
@@ -60,6 +61,8 @@ def _check_bounds(value: Any, key: str, bounds: Mapping[str, float]) -> None:
             _check_bounds(part, f"{key}[{i}]", bounds)
     elif isinstance(value, int | float):
         for name, limit in bounds.items():
+            if name == RESUME:
+                continue
             holds, words = _BOUNDS[name]
             need(holds(value, limit), key, value, f"{words} {limit}")
 

@@ -76,7 +76,7 @@ class PredictionConfig:
     more block predicts the token after the next one, from the last hidden state and the embedding
     of the next token, with the same head. Evaluation, generation and exports do without it."""
 
-    coefficient: float = bounded(0.3, above=0)
+    coefficient: float = bounded(0.3, "report", above=0)
     """Factor of its cross-entropies. They are added to those of the next tokens in the gradient;
     `loss` in the metrics does not have them, and `prediction_loss` is their mean."""
 

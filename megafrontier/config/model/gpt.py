@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megafrontier.config.fields import bounded, count
+from megafrontier.config.fields import bounded, count, marked
 from megafrontier.config.model.blocks import AttentionConfig, MLPConfig, PredictionConfig
 from megafrontier.config.model.moe import MoEConfig
 from megafrontier.config.model.rotary import RotaryScalingConfig
@@ -24,11 +24,11 @@ class ModelConfig:
     """Width of one head. Default: hidden / heads."""
     ffn_hidden: int | None = count(None)
     """Width inside the MLP. Default: 4 · hidden; with a gate 8/3 · hidden, rounded up to 64."""
-    sequence_length: int = count(1024)
+    sequence_length: int = count(1024, "samples")
     """Tokens in one sequence."""
     vocab_size: int = count(50304)
     """Number of token ids, at least the tokenizer's without special tokens added at its end."""
-    vocab_multiple: int = count(128)
+    vocab_multiple: int = count(128, "ignore")  # the padded size is a shape
     """The embedding's rows are padded to a multiple of this. Padded ids are never predicted."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalization around attention and MLP, and before the head."""
@@ -48,9 +48,9 @@ class ModelConfig:
     """Learned absolute positions (GPT-2) or rotary positions (GPT-NeoX, Llama)."""
     rotary_fraction: float = 1.0
     """Fraction of each head that rotates, in (0, 1]. GPT-NeoX uses 0.25."""
-    rotary_base: float = bounded(10000.0, above=0)
+    rotary_base: float = bounded(10000.0, "warn", above=0)
     """Base of the rotary frequencies."""
-    rotary_scaling: RotaryScalingConfig | None = None
+    rotary_scaling: RotaryScalingConfig | None = marked(None, "warn")
     """Scaling of the rotary frequencies for longer texts, such as in Llama 3.1 and 3.2."""
     parallel_residual: bool = False
     """Attention and MLP run in parallel on the same residual (GPT-NeoX)."""
@@ -71,12 +71,12 @@ class ModelConfig:
     """Multiply the embedding's output by sqrt(hidden) (Gemma)."""
     logit_softcap: float | None = bounded(None, above=0)
     """Logits become logit_softcap · tanh(logit / logit_softcap) (Gemma 2: 30)."""
-    dropout: float = bounded(0.0, at_least=0, below=1)
+    dropout: float = bounded(0.0, "report", at_least=0, below=1)
     """Dropout after the embedding, on attention weights and before each residual sum."""
-    init: Literal["gpt2", "neox"] = "gpt2"
+    init: Literal["gpt2", "neox"] = marked("gpt2", "ignore")
     """gpt2: normal(0, init_std), output projections divided by sqrt(2 · layers). neox: normal(0,
     sqrt(2 / (5 · hidden))), output projections normal(0, 2 / (layers · sqrt(hidden)))."""
-    init_std: float = bounded(0.02, above=0)
+    init_std: float = bounded(0.02, "ignore", above=0)
     """Standard deviation of `init: gpt2`, and of learned positions with either."""
     moe: MoEConfig | None = None
     """A mixture of experts in place of the MLP."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megafrontier.common.errors import need
-from megafrontier.config.fields import bounded, count
+from megafrontier.config.fields import bounded, count, marked
 
 
 @dataclass
@@ -50,17 +50,17 @@ class MoEConfig:
     """Multiplies the scores of a token's experts, after `normalise`."""
     groups: ExpertGroupsConfig = field(default_factory=ExpertGroupsConfig)
     """Node-limited routing."""
-    balance: Literal["bias", "loss", "none"] = "bias"
+    balance: Literal["bias", "loss", "none"] = marked("bias", "report")
     """How experts get equally many tokens. bias: after each step, a bias that only the choice of
     experts sees moves by `bias_rate` up for experts with fewer tokens than the mean of the global
     batch, and down for those with more (Wang et al. 2024, arXiv:2408.15664). loss: the
     load-balancing loss of Switch Transformer (Fedus et al. 2021, arXiv:2101.03961), with the shares
     of tokens of the previous step's global batch."""
-    bias_rate: float = bounded(0.001, above=0)
+    bias_rate: float = bounded(0.001, "report", above=0)
     """`balance: bias`: how far a bias moves in a step."""
-    loss_coefficient: float = bounded(0.01, above=0)
+    loss_coefficient: float = bounded(0.01, "report", above=0)
     """`balance: loss`: factor of the loss."""
-    z_loss: float = bounded(0.0, at_least=0)
+    z_loss: float = bounded(0.0, "report", at_least=0)
     """Factor of the router's z-loss, the mean square of the log of the sum of the exponentials of
     its logits (Zoph et al. 2022, arXiv:2202.08906). 0: none."""
 

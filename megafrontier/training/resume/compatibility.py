@@ -1,11 +1,11 @@
 """Whether a checkpoint fits the configured model, and what else in the config has changed since.
 
-All keys of `model` are compared, except those listed here; so a key that is new is compared.
+Fields of the config say what a resume does (Note [Changed since the checkpoint]).
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from megafrontier.checkpoint.format import Manifest
@@ -13,48 +13,24 @@ from megafrontier.checkpoint.load import Checkpoint
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, ModelConfig, OptimizerConfig, config_to_dict
 from megafrontier.config.building import build
+from megafrontier.config.fields import RESUME, Resume, section_class
 from megafrontier.model.flops import parameter_specs
 from megafrontier.optim.groups import STATES, OptimizerGroups
 from megafrontier.training.resume.upcycle import Upcycled
 from megafrontier.training.trainer import Trainer
 
-ROTARY_KEYS = ("rotary_base", "rotary_scaling")
-"""Keys of `model` whose change is a warning: longer sequences need other frequencies."""
-MODEL_KEYS_NOT_REFUSED = {
-    *ROTARY_KEYS,
-    "dropout",  # reported
-    "init",  # no effect on loaded weights
-    "init_std",
-    "vocab_multiple",  # the padded size is a shape, which is compared
-}
-MOE_KEYS_NOT_REFUSED = ("balance", "bias_rate", "loss_coefficient", "z_loss")
-"""Keys of `model.moe` that change how experts are trained, not what they compute."""
-ORDER_KEYS = (
-    "run.seed",
-    "model.sequence_length",
-    "tokenizer",
-    "data.split",
-    "data.document_mask",
-    "data.packing",
-)
-"""Keys whose change is a warning: sample numbers then stand for other tokens."""
-CURRICULUM_KEYS = ("train.global_batch", "train.batch_warmup")
-"""The same, if weights of corpora change at some steps."""
-REPORTED_KEYS = (
-    "train.steps",  # the schedule ends there
-    "train.global_batch",
-    "train.batch_warmup",
-    "train.z_loss",
-    "train.precision",
-    "train.clip_grad_norm",
-    "train.spike_loss",
-    "train.spike_grad_norm",
-    "train.spike_window",
-    "model.dropout",
-    *(f"model.moe.{key}" for key in MOE_KEYS_NOT_REFUSED),
-)
-REPORTED_SECTIONS = ("optimizer.", "schedule.")
-"""Keys whose change is reported, because training goes on differently."""
+
+@dataclass(frozen=True)
+class ChangedKey:
+    """A key that has another value than in the checkpoint's config, and its mark."""
+
+    key: str
+    mark: Resume
+    now: Any
+    before: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.now}, was {self.before}"
 
 
 def check_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -70,12 +46,14 @@ def check_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
             f"model.moe.balance: {model.moe.balance}, but {checkpoint.path} was trained with bias, "
             "and its experts are chosen by these biases; need bias"
         )
-    before, now = _resolved(saved), _resolved(model)
-    for key in now:
-        if key not in MODEL_KEYS_NOT_REFUSED and now[key] != before.get(key):
-            raise UserError(
-                f"model.{key}: {now[key]}, but {checkpoint.path} was trained with {before[key]}"
+    for change in find_changes(Config, {"model": _resolved(model)}, {"model": _resolved(saved)}):
+        is_shape = change.key == "model.sequence_length" and model.position == "learned"
+        if change.mark == "refuse" or is_shape:
+            now, before = (
+                "given" if isinstance(value, Mapping) else value
+                for value in (change.now, change.before)
             )
+            raise UserError(f"{change.key}: {now}, but {checkpoint.path} was trained with {before}")
 
 
 def check_optimizer(config: Config, checkpoint: Checkpoint) -> None:
@@ -102,26 +80,20 @@ def check_optimizer(config: Config, checkpoint: Checkpoint) -> None:
 
 def _resolved(model: ModelConfig) -> dict[str, Any]:
     """The keys of `model`, with defaults that depend on other keys filled in."""
-    is_learned = model.position == "learned"
-    experts = {} if model.moe is None else asdict(model.moe)
-    kept = {f"moe.{key}": experts[key] for key in experts if key not in MOE_KEYS_NOT_REFUSED}
-    plain = asdict(model)
-    attention, _ = plain.pop("attention"), plain.pop("mlp")
-    return {
-        **plain,
-        **{f"attention.{key}": value for key, value in attention.items()},
-        "attention.scale": model.attention.scale or model.head_dim**-0.5,
-        "attention.out_bias": model.has_out_bias,
-        "mlp.bias": model.has_mlp_bias,
-        **kept,
-        **({"moe.ffn_hidden": model.moe.ffn_hidden or model.mlp_hidden} if model.moe else {}),
-        "moe": None if model.moe is None else "given",
+    values = asdict(model)
+    values["attention"] |= {
+        "scale": model.attention.scale or model.head_dim**-0.5,
+        "out_bias": model.has_out_bias,
+    }
+    values["mlp"]["bias"] = model.has_mlp_bias
+    if model.moe is not None:
+        values["moe"]["ffn_hidden"] = model.moe.ffn_hidden or model.mlp_hidden
+    return values | {
         "kv_heads": model.num_kv_heads,
         "head_size": model.head_dim,
         "ffn_hidden": model.mlp_hidden,
         "qkv_bias": model.has_qkv_bias,
         "rotary_fraction": model.rotary_dims / model.head_dim,
-        "sequence_length": model.sequence_length if is_learned else None,
     }
 
 
@@ -131,10 +103,43 @@ def saved_model(manifest: Manifest) -> ModelConfig | None:
     saved = manifest.config.get("model")
     if not isinstance(saved, Mapping):
         return None
-    known = {field.name for field in fields(ModelConfig)}
-    values = {key: value for key, value in saved.items() if key in known}
-    found: ModelConfig = build(ModelConfig, values, "model")
+    found: ModelConfig = build(ModelConfig, _known(ModelConfig, saved), "model")
     return found
+
+
+def _known(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that a dataclass has, in all sections."""
+    found: dict[str, Any] = {}
+    for field in fields(kind):
+        if field.name in values:
+            value, inner = values[field.name], section_class(field.type)
+            is_section = inner is not None and isinstance(value, Mapping)
+            found[field.name] = _known(inner, value) if is_section else value
+    return found
+
+
+def find_changes(
+    kind: Any,
+    now: Mapping[str, Any],
+    before: Mapping[str, Any],
+    prefix: str = "",
+    mark: Resume = "ignore",
+) -> Iterator[ChangedKey]:
+    """The fields of the dataclass `kind`, and of the sections in it, that have other values in
+    `now` than in `before`. A key that one of both lacks has not changed.
+
+    prefix, mark: of the section that the values are.
+    """
+    for field in fields(kind):
+        name, key = field.name, f"{prefix}{field.name}"
+        if name not in now or name not in before:
+            continue
+        inner, own = section_class(field.type), field.metadata.get(RESUME, mark)
+        is_section = isinstance(now[name], Mapping) and isinstance(before[name], Mapping)
+        if inner is not None and is_section:
+            yield from find_changes(inner, now[name], before[name], f"{key}.", own)
+        elif now[name] != before[name]:
+            yield ChangedKey(key, own, now[name], before[name])
 
 
 def changes(trainer: Trainer, manifest: Manifest) -> list[str]:
@@ -142,44 +147,25 @@ def changes(trainer: Trainer, manifest: Manifest) -> list[str]:
     lines = rotary_changes(trainer.config, manifest)
     if not manifest.step:
         return lines
-    changed = _changed_keys(trainer.config, manifest)
-    keys: tuple[str, ...] = ORDER_KEYS
-    if any(isinstance(corpus.weight, list) for corpus in trainer.config.data.train):
-        keys += CURRICULUM_KEYS
-    order = [changed[key] for key in keys if key in changed]
+    changed = list(_changes(trainer.config, manifest))
+    is_curriculum = any(isinstance(corpus.weight, list) for corpus in trainer.config.data.train)
+    marks = ("samples", "batch") if is_curriculum else ("samples",)
+    order = [str(change) for change in changed if change.mark in marks]
     different = order or corpus_changes(trainer, manifest)
     lines += [f"warning: {line}; samples are others from here on" for line in different]
-    return lines + [
-        line
-        for key, line in changed.items()
-        if key in REPORTED_KEYS or key.startswith(REPORTED_SECTIONS)
-    ]
+    return lines + [str(change) for change in changed if change.mark in ("report", "batch")]
 
 
 def rotary_changes(config: Config, manifest: Manifest) -> list[str]:
-    """Warnings if rotary frequencies are not those of the checkpoint."""
-    changed = _changed_keys(config, manifest)
-    return [
-        f"warning: {changed[f'model.{key}']}" for key in ROTARY_KEYS if f"model.{key}" in changed
-    ]
+    """Warnings if rotary frequencies, which fields mark with `warn`, are not those of the
+    checkpoint: longer sequences need others."""
+    changed = _changes(config, manifest)
+    return [f"warning: {change}" for change in changed if change.mark == "warn"]
 
 
-def _changed_keys(config: Config, manifest: Manifest) -> dict[str, str]:
-    """The keys that have another value than in the checkpoint's config, with a text on each."""
-    now = _flatten(json.loads(json.dumps(config_to_dict(config))))
-    before = now | _flatten(manifest.config)
-    return {key: f"{key}: {now[key]}, was {before[key]}" for key in now if now[key] != before[key]}
-
-
-def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of all sections, as `section.key`."""
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{name}.{key}": found for key, found in value.items()}
-        else:
-            flat[name] = value
-    return flat
+def _changes(config: Config, manifest: Manifest) -> Iterator[ChangedKey]:
+    now = json.loads(json.dumps(config_to_dict(config)))
+    return find_changes(Config, now, manifest.config)
 
 
 def corpus_changes(trainer: Trainer, manifest: Manifest) -> list[str]:

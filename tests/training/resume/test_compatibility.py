@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import fields, replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from megafrontier.checkpoint.sets import ShardSet, StoredUnit
 from megafrontier.common.errors import UserError
 from megafrontier.config import (
     AttentionConfig,
+    Config,
     MLPConfig,
     MoEConfig,
     PredictionConfig,
@@ -20,6 +22,7 @@ from megafrontier.config import (
     ScalingConfig,
     config_to_dict,
 )
+from megafrontier.config.fields import RESUME, Resume, section_class
 from megafrontier.data.corpus.indexed import IndexedDataset
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.partition.layout import Layout
@@ -92,6 +95,59 @@ def test_every_key_of_the_model_is_compared_unless_it_is_listed(config_file):
             check_model(replace(base or config.model, **{key: value}), checkpoint)
     for key, value in ALLOWED.items():
         check_model(replace(config.model, **{key: value}), saved)
+
+
+MARKED = {
+    "samples": ("run.seed", "model.sequence_length", "data.split", "data.document_mask",
+                "data.packing"),
+    "batch": ("train.global_batch", "train.batch_warmup"),
+    "warn": ("model.rotary_base", "model.rotary_scaling"),
+    "ignore": ("model.vocab_multiple", "model.init", "model.init_std"),
+    "report": ("model.dropout", "model.moe.balance", "model.moe.bias_rate",
+               "model.moe.loss_coefficient", "model.moe.z_loss", "model.prediction.coefficient",
+               "train.steps", "train.precision", "train.linear_precision", "train.clip_grad_norm",
+               "train.z_loss", "train.spike_loss", "train.spike_grad_norm", "train.spike_window"),
+}  # fmt: skip
+"""The fields that have another mark than their section."""
+
+
+def marks(kind, prefix="", of_section=None):
+    """(key, mark, mark of its section) of all fields, in all sections."""
+    for field in fields(kind):
+        key, mark = f"{prefix}{field.name}", field.metadata.get(RESUME, of_section)
+        yield key, mark, of_section
+        if (inner := section_class(field.type)) is not None:
+            yield from marks(inner, f"{key}.", mark)
+
+
+def test_every_field_says_what_a_resume_does_or_has_the_mark_of_its_section():
+    found = list(marks(Config))
+    assert len(found) > 200
+    assert {mark for _, mark, _ in found} == set(get_args(Resume))
+    others = {key: mark for key, mark, section in found if section not in (None, mark)}
+    assert others == {key: mark for mark, keys in MARKED.items() for key in keys}
+
+
+def test_other_balance_of_experts_and_prediction_is_reported_once_on_every_layout(
+    config_file, tmp_path
+):
+    base = "model.moe={{experts: 4, balance: {}}}"
+    first = (*runs.ONE, base.format("loss"), "model.prediction={coefficient: 0.5}")
+    runs.run(config_file, 1, *first, "train.stop_at=1")
+    changed = ("model.moe.balance=bias", "model.moe.bias_rate=0.01", "model.moe.z_loss=0.1",
+               "model.moe.loss_coefficient=0.02", "model.prediction.coefficient=0.25")  # fmt: skip
+    texts = ("model.moe.balance: bias, was loss", "model.moe.bias_rate: 0.01, was 0.001",
+             "model.moe.loss_coefficient: 0.02, was 0.01", "model.moe.z_loss: 0.1, was 0.0",
+             "model.prediction.coefficient: 0.25, was 0.5")  # fmt: skip
+    resumed = f"checkpoint.resume={tmp_path}/run"
+    for ranks, layout in ((1, ("train.micro_batch=4",)), (2, ("parallel.expert=2",))):
+        folder = tmp_path / f"on {ranks}"
+        chosen = (*first, *changed, *layout, resumed, f"run.directory={folder}")
+        runs.run(config_file, ranks, *chosen, "train.stop_at=2")
+        reported = [x for x in runs.log(folder).splitlines() if ", was " in x]
+        assert len(reported) == len(texts)
+        for line, text in zip(reported, texts, strict=True):
+            assert text in line
 
 
 def test_experts_may_be_balanced_differently_but_not_be_others(config_file):
