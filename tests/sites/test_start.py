@@ -3,6 +3,7 @@ to."""
 
 import os
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -81,13 +82,15 @@ def test_a_site_that_is_asked_to_stop_at_its_start_ends_before_a_step(tmp_path, 
     def body(mesh):
         with (
             record_stop_requests(),
-            runs.open_trainer(load(tmp_path, "sites.deadline_seconds=500"), mesh) as trainer,
+            runs.open_trainer(load(tmp_path, "sites.deadline_seconds=30"), mesh) as trainer,
         ):
             site = kind(trainer, trainer.config.sites)
             if kind is SiteExchange:
                 os.kill(os.getpid(), signal.SIGTERM)
+            began = time.monotonic()
             loop.run(trainer, [site])
             assert trainer.step == 0
+            assert time.monotonic() - began < 25, "not at the deadline"
 
     run_mesh((1,), body)
 
