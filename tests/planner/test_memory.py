@@ -23,7 +23,7 @@ from megafrontier.planner.simulation.memory import ROUNDING, Memory
 from megafrontier.planner.simulation.rank import STEPS
 from megafrontier.planner.simulation.routing import RoutingKind, worst_routing
 from megafrontier.planner.simulation.simulate import simulate
-from megafrontier.splits import exchange
+from megafrontier.splits import token_dispatch
 from megafrontier.splits.token_dispatch import PEAK
 from megafrontier.training.loop import start_step
 from megafrontier.training.plan import GIB, resolve_plan
@@ -173,7 +173,7 @@ def test_a_mixture_has_the_predicted_memory_with_balanced_and_with_the_worst_rou
     peak: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exchange, "PEAK", peak)
+    monkeypatch.setattr(token_dispatch, "PEAK", peak)
     monkeypatch.setattr(routing, "PEAK", peak)
     config = config_of({**{f"parallel.{name}": n for name, n in splits.items()}, **MOE, **case})
     config = replace(config, model=replace(config.model, layers=2))
