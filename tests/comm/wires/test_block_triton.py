@@ -32,15 +32,26 @@ if find_spec("triton") is None:
 HAS_GPU = torch.cuda.is_available()
 RUNS_KERNELS = HAS_GPU or os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if HAS_GPU else "cpu"
-CODECS = pytest.mark.parametrize("codec", [INT8, INT4], ids=["int8", "int4"])
+SWEEP = () if HAS_GPU else pytest.mark.exhaustive  # the interpreter takes seconds for a case
 ROTATING = [replace(codec, rotates=True) for codec in (INT8, INT4)]
+CODECS = pytest.mark.parametrize("codec", [INT8, INT4], ids=["int8", "int4"])
 ALL = pytest.mark.parametrize(
     "codec",
-    [INT8, INT4, *ROTATING],
-    ids=["int8", "int4", "int8 rotating", "int4 rotating"],
+    [INT8, INT4, ROTATING[1], pytest.param(ROTATING[0], marks=SWEEP)],
+    ids=["int8", "int4", "int4 rotating", "int8 rotating"],
 )
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-LENGTHS = [1, 129, 1000, 4096, 4097]
+DTYPES = pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        pytest.param(torch.float32, marks=SWEEP),
+        pytest.param(torch.float16, marks=SWEEP),
+    ],
+)
+CASES = [(torch.float32, 129), (torch.bfloat16, 4097)]
+RARE = [(torch.float32, n) for n in (1, 1000, 4096, 4097)] + [
+    (dtype, n) for dtype in (torch.bfloat16, torch.float16) for n in (1, 4097)
+]
 needs_kernels = pytest.mark.skipif(
     not RUNS_KERNELS, reason="run by test_all_of_this_file_under_the_interpreter in its process"
 )
@@ -122,8 +133,7 @@ def assert_same_errors(codec, values):
 @ALL
 @pytest.mark.parametrize(
     ("dtype", "count"),
-    [(torch.float32, n) for n in LENGTHS]
-    + [(d, n) for d in (torch.bfloat16, torch.float16) for n in (1, 4097)],
+    [*CASES, *(pytest.param(*case, marks=SWEEP) for case in RARE if case not in CASES)],
 )
 def test_messages_values_and_sums_equal_the_reference(codec, dtype, count):
     assert_same_as_reference(codec, random(3, count, dtype))
@@ -276,9 +286,9 @@ class Launches:
     ("strategy", "name", "sizes", "precision"),
     [
         ("topo", "low", (2, 2, 2), "bf16"),
-        ("topo", "low", (2, 2), "fp32"),
         ("hpz", "zero++", (2, 2), "fp16"),
-        ("zero3", "low", (2, 3), "bf16"),
+        pytest.param("topo", "low", (2, 2), "fp32", marks=SWEEP),
+        pytest.param("zero3", "low", (2, 3), "bf16", marks=SWEEP),
     ],
 )
 def test_training_launches_only_kernels_that_the_check_before_it_has_compared(

@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from tests.slurm.storm import storm
 from tests.slurm.test_life import assert_finished
 
@@ -27,6 +29,7 @@ def test_two_nodes_that_do_not_reach_each_other_are_named_and_left_out(training)
     job.wait_until(lambda: job.fields["ExcNodeList"] == f"{one},{other}", "an exclusion")
 
 
+@pytest.mark.exhaustive
 def test_kills_at_a_start_and_during_a_save_change_nothing(training):
     """Rank 2 while it starts, rank 0 while it saves; with more kills, at random moments."""
     kills = int(os.environ.get("MEGAFRONTIER_STORM_KILLS", "2"))
