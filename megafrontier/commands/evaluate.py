@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from megafrontier.checkpoint.folder import of_newest
 from megafrontier.checkpoint.load import Checkpoint, load_checkpoint
 from megafrontier.checkpoint.states import fill_shards, persistent_buffers, share_shards
 from megafrontier.commands.checkpoints import check_state, device_name, saved_config
-from megafrontier.common.errors import UserError
+from megafrontier.common.errors import UserError, need
 from megafrontier.config import (
     Config,
     ParallelConfig,
@@ -30,6 +31,7 @@ from megafrontier.parallel.env import identify
 from megafrontier.pipeline.work import Runner
 from megafrontier.training.callbacks.evaluate import Evaluation, evaluate
 from megafrontier.training.logging.sinks import add_line
+from megafrontier.training.plan import resolve_plan
 from megafrontier.training.preview import check_training
 from megafrontier.training.resume.compatibility import check_model, rotary_changes
 from megafrontier.training.trainer import (
@@ -76,20 +78,20 @@ def evaluate_command(
     """Loss, perplexity and bits per byte on the validation data, over one or more ranks; or, with
     `with_tasks`, the results of `evaluate.tasks`, which also go to the sinks of the run.
 
-    Local ranks form one level, and all states are sharded over it: the result does not depend on
-    the placement, and the machine file of the training may be missing here. Only its
-    `device.name: cpu` is kept. `state`: as for `check_state`.
+    Local ranks are laid out by `_choose_layout`. The machine file of the training may be missing
+    here. `state`: as for `check_state`.
     """
     is_local = nproc is not None or identify(os.environ).world_size == 1
     unused = ["train.compile", "optimizer", "schedule", "checkpoint"]
-    unused += ["machine", "parallel", "partition"] if is_local else []
+    unused += ["machine", "partition"] if is_local else []
     unused += [] if path.is_file() else ["run.name", "run.directory"]
     path, config = load_or_refuse(lambda: _find_target(path, overrides, unused, with_tasks), nproc)
     config.train.compile = False  # compiling takes longer than a few batches
     config.train.linear_precision = None  # which is for training
     if is_local:
-        config.machine = {"levels": {"world": {}}, "device": {"name": device_name(config)}}
-        config.parallel, config.partition = ParallelConfig(), PartitionConfig(strategy="zero3")
+        is_asked = any(override.startswith("parallel") for override in overrides)
+        for line in _choose_layout(config, max(nproc or 1, 1), is_asked):
+            show(line)
 
     def body() -> int:
         need = f"a smaller train.micro_batch ({config.train.micro_batch}), or more ranks"
@@ -112,6 +114,45 @@ def evaluate_command(
             check_tasks(config)
 
     return launch(config, body, nproc, check)
+
+
+def _choose_layout(config: Config, ranks: int, is_asked: bool) -> list[str]:
+    """Let `ranks` local ranks evaluate: with the splits of the run on its levels, or else on one
+    level, or without splits. Returns a line that says which, if the run has splits.
+
+    All states are sharded, because the result does not depend on the placement. `is_asked`: the
+    splits were given on the command line. Raises UserError if these do not fit, or none.
+    """
+    device, splits = {"name": device_name(config)}, config.parallel
+    choices = [(levels, splits, "the splits of the run") for levels in _levels(config)]
+    choices += [] if is_asked else [({"world": {}}, ParallelConfig(), "no splits")]
+    config.partition = PartitionConfig(strategy="zero3")
+    batch, micro_batch, refused = config.train.global_batch, config.train.micro_batch, None
+    for levels, config.parallel, name in choices:
+        config.machine = {"levels": levels, "device": device}
+        try:
+            data = resolve_plan(config, ranks).shape.over(("data",)).ranks
+            fits = f"need a multiple of the {data} data-parallel ranks"
+            need(batch % data == 0, "train.global_batch", batch, fits)
+        except UserError as error:
+            refused = error
+            continue
+        config.train.micro_batch = gcd(micro_batch, batch // data)
+        reason = "" if refused is None else f", because its own do not fit {ranks} ranks"
+        is_split = splits != ParallelConfig()
+        return [f"layout: {name}, levels {' × '.join(levels)}{reason}"] if is_split else []
+    assert refused is not None
+    raise refused
+
+
+def _levels(config: Config) -> list[dict[str, Any]]:
+    """The levels of the run's machine, if it is known here, and one level."""
+    try:
+        machine = load_machine(config.machine)
+    except UserError:
+        return [{"world": {}}]
+    own = {name: {"size": level.size} for name, level in machine.levels.items()}
+    return [own, {"world": {}}]
 
 
 def _refuse_unused(overrides: Sequence[str], unused: Sequence[str]) -> None:

@@ -141,7 +141,8 @@ def reason_for_copy(
     of the placements, each `on` its levels, does without. `have_deltas`: wires send changes."""
     # Unsharded fp32 weights are the masters.
     if not any(not p.has_copy and (p.optimizer or precision != "fp32") for p in placements):
-        return "need weights and optimizer sharded through the same levels, of fp32 at least one"
+        fits = "need true, or weights and optimizer sharded through the same levels"
+        return f"{fits}, in fp32 over more than one rank"
     return "need wires without deltas" if have_deltas else None
 
 

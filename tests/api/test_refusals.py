@@ -57,7 +57,7 @@ SHARD = {
     "placement: offload: True, need keys among weights, backward_weights, gradients, optimizer": {
         "placement": {"strategy": "zero3", "offload": True}
     },
-    "weights_copy: False, need weights and optimizer sharded through the same": {
+    "weights_copy: False, need true, or weights and optimizer sharded through the same": {
         "weights_copy": False
     },
 }

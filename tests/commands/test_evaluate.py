@@ -97,13 +97,36 @@ def test_local_ranks_evaluate_a_run_whose_splits_name_levels_of_another_machine(
         ("tokenizer=/nowhere", "tokenizer '/nowhere'"),
         ("data.train=[]", "data.valid: empty, need a corpus to evaluate on"),
         ("machine.device.memory_gib=1", "machine.device.memory_gib: not used by evaluate"),
-        ("parallel.tensor=2", "parallel.tensor: not used by evaluate"),
+        ("parallel.tensor=2", "parallel.tensor: 2"),
         ("optimizer.lr=7", "optimizer.lr: not used by evaluate"),
     ],
 )
 def test_evaluate_ignores_no_override(life, capfd, override, said):
     assert main(["evaluate", str(life / "run"), override]) == 2
     assert said in capfd.readouterr().err
+
+
+def test_a_run_is_evaluated_with_its_splits_on_any_number_of_ranks(life, capfd, tmp_path):
+    """Where they fit; and its micro-batch is made smaller if there are more data-parallel ranks."""
+    path = tmp_path / "split.yaml"
+    path.write_text(
+        f"defaults: {life}/config.yaml\nparallel: {{tensor: 2, context: 2}}\n"
+        "train: {global_batch: 4, micro_batch: 4}"
+    )
+    chosen = ("model.vocab_size=300", "evaluate.batches=1")
+    lines = []
+    for ranks, said in (
+        (4, "layout: the splits of the run, levels pair × node × world\n"),
+        (2, "layout: no splits, levels world, because its own do not fit 2 ranks\n"),
+    ):
+        shown = run_command(capfd, "evaluate", path, *chosen, "--nproc", ranks)
+        assert said in shown
+        lines.append(numbers(shown))
+    assert lines[0] == pytest.approx(lines[1], abs=1e-3)
+    asked = ("parallel.tensor=2", "parallel.context=1", "--nproc", 2)
+    assert numbers(run_command(capfd, "evaluate", path, *chosen, *asked)) == pytest.approx(
+        lines[0], abs=1e-3
+    )
 
 
 def test_a_tokenizer_with_files_that_are_not_the_checkpoints_is_refused(tmp_path, capsys):

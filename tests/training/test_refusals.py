@@ -89,8 +89,8 @@ BAD = [
     (("machine.levels.node.size=3",), "machine.levels: pair 2 × node 3 × world ? cannot hold 4"),
     (("partition.weights=world", "partition.gradients=node", "partition.optimizer=world"),
      "partition.weights: world reaches further than partition.gradients (node)"),
-    (("partition.weights_copy=false",), "partition.weights_copy: false, need weights and optimizer "
-     "sharded through the same levels, of fp32 at least one"),
+    (("partition.weights_copy=false",), "partition.weights_copy: false, need true, or weights and "
+     "optimizer sharded through the same levels, in fp32 over more than one rank"),
     (("partition.weights_copy=false", "partition.strategy=ddp"), "partition.weights_copy: false"),
     (("partition.wires.activations=auto",),
      "partition.wires.activations: auto, need parallel.pipeline"),
