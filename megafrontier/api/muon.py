@@ -1,7 +1,6 @@
 """Muon for any sharded module, with AdamW for the parameters that are no matrices."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import sqrt
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +9,10 @@ from torch import nn
 from megafrontier.api.model import ShardedModel, sharded
 from megafrontier.api.optimizer import Optimizer, Parameters, as_groups, group_members, slice_groups
 from megafrontier.common.errors import UserError, need
-from megafrontier.optim.groups import STATES
-from megafrontier.optim.matrices import Matrix, MatrixOwners, find_matrices
-from megafrontier.optim.muon import compute_dtype, orthogonalize
-from megafrontier.optim.sharded import ShardedOptimizer
+from megafrontier.optim.adamw import ShardedAdamW
+from megafrontier.optim.base import ParamGroups, Shards
+from megafrontier.optim.matrices import Matrix, find_matrices
+from megafrontier.optim.muon import ShardedMuon, matrix_slices
 from megafrontier.partition import Engine
 
 Group = dict[str, Any]
@@ -46,98 +45,58 @@ class Muon(Optimizer):
         need(not found.is_offloaded, "offload", True, "need False with Muon")
         muon = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         groups = [
-            {"optimizer": "muon"} | (muon if _is_muon(group) else dict(adamw or {})) | group
+            {"optimizer": ShardedMuon.name}
+            | (muon if _is_muon(group) else dict(adamw or {}))
+            | group
             for group in _given_groups(model, found, params)
         ]
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        matrices = _matrices(found.engine, groups, names)
-        masters = [unit.master for unit in found.engine.trained_units]
-        slices = slice_groups(found.engine, model, groups)
-        self._attach(found, _MuonShards(masters, slices, matrices), ["step"])
+        numbers = _matrix_groups(found.engine, groups, names)
+        units = found.engine.trained_units
+        matrices = find_matrices(units, lambda spec: spec.shape[0] if spec.name in numbers else 0)
+        sliced = slice_groups(found.engine, model, groups)
+        for number, slices in matrix_slices(matrices, numbers).items():
+            sliced[number]["params"] = slices
+        masters = [unit.master for unit in units]
+        self._attach(found, _MuonAndAdamW(masters, sliced, matrices), ["step"])
 
 
-class MuonWithAdamW(torch.optim.AdamW):
-    """AdamW that holds the param groups and states of both. It updates the parameters that have a
-    gradient when it is called: those of its own groups."""
+class _MuonAndAdamW(ShardedMuon):
+    """Muon on the slices of matrices, and AdamW on the other slices of the masters."""
 
+    def __init__(self, masters: Shards, groups: ParamGroups, matrices: Sequence[Matrix]) -> None:
+        super().__init__(masters, groups, matrices)
+        self.flat_states()
+        self.compact()
 
-class _MuonShards(ShardedOptimizer):
-    """Muon and AdamW on slices of the masters."""
-
-    def __init__(
-        self,
-        masters: Sequence[torch.Tensor],
-        groups: Sequence[Mapping[str, Any]],
-        matrices: Sequence[Matrix],
-    ) -> None:
-        super().__init__(masters, groups, MuonWithAdamW)
-        self._owners = MatrixOwners(matrices, None, compute_dtype(masters[0].device))
-        for group, part, _ in self._members({}):
-            for name in _state_names(group):
-                self.torch.state[part][name] = torch.zeros_like(part)
-            if not _is_muon(group):
-                self.torch.state[part]["step"] = torch.tensor(0.0)
-
-    def _members(
-        self, gradients: Mapping[int, torch.Tensor]
-    ) -> Iterator[tuple[Group, torch.Tensor, torch.Tensor | None]]:
-        """(group, slice of a master, its gradient) of all slices. `gradients`: by master."""
-        located = iter(self._parts)
-        for group in self.torch.param_groups:
-            for part in group["params"]:
-                _, index, where = next(located)
-                yield group, part, gradients[index][where] if gradients else None
-
-    def update(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Update the masters in place. `gradients`, one 1-D fp32 shard for each master, are
-        overwritten. All ranks call it."""
-        members = list(self._members(dict(enumerate(gradients))))
-        for group, part, gradient in members:
-            assert gradient is not None
-            if _is_muon(group):  # Nesterov's momentum
-                buffer = self.torch.state[part]["momentum_buffer"]
-                buffer.lerp_(gradient, 1 - group["momentum"])
-                gradient.lerp_(buffer, group["momentum"])
-            else:
-                part.grad = gradient
+    def update(self, gradients: Shards, keep: torch.Tensor | float = 1.0) -> None:
+        """As `ShardedMuon.update`, and AdamW's update of the other slices."""
+        for _, part, gradient in self.slices(gradients):
+            part.grad = None if part in self._scales else gradient
         self.torch.step()
-        self._owners.apply(gradients, _direction)
-        for group, part, gradient in members:
+        for part, _, _ in self._parts:
             part.grad = None
-            if _is_muon(group):
-                assert gradient is not None
-                part.mul_(1 - group["lr"] * group["weight_decay"])
-                part.add_(gradient, alpha=-group["lr"])
+        super().update(gradients, keep)
 
     def flat_states(self) -> dict[str, list[torch.Tensor]]:
         """As in `ShardedOptimizer`. A rank may have no slice of one of the two optimizers."""
-        self.flatten(*STATES["muon"], *STATES["adamw"])
+        self.flatten(*ShardedMuon.state_names, *ShardedAdamW.state_names)
         return self.states
 
     def compact(self) -> None:
         """Keep no states of one optimizer for parameters of the other."""
-        for group, part, _ in self._members({}):
-            state = self.torch.state[part]
-            kept = {name: state[name].clone() for name in _state_names(group)}
-            if "step" in state:
-                kept["step"] = state["step"]
-            self.torch.state[part] = kept
+        for part, _, _ in self._parts:
+            state, is_muon = self.torch.state[part], part in self._scales
+            kept = {} if is_muon else {"step": state.get("step", torch.tensor(0.0))}
+            names = (ShardedMuon if is_muon else ShardedAdamW).state_names
+            self.torch.state[part] = kept | {name: state[name].clone() for name in names}
         self.states.clear()
 
 
 def _is_muon(group: Mapping[str, Any]) -> bool:
-    kind = group.get("optimizer", "muon")
-    need(kind in ("muon", "adamw"), "params: optimizer", kind, "need muon or adamw")
-    return bool(kind == "muon")
-
-
-def _state_names(group: Mapping[str, Any]) -> tuple[str, ...]:
-    return STATES[group["optimizer"]]
-
-
-def _direction(matrix: Matrix, update: torch.Tensor) -> torch.Tensor:
-    rows, columns = matrix.spec.shape
-    return orthogonalize(update) * sqrt(max(1, rows / columns))
+    kind, names = group.get("optimizer", ShardedMuon.name), (ShardedMuon.name, ShardedAdamW.name)
+    need(kind in names, "params: optimizer", kind, f"need {' or '.join(names)}")
+    return bool(kind == ShardedMuon.name)
 
 
 def _given_groups(model: nn.Module, found: ShardedModel, params: Parameters | None) -> list[Group]:
@@ -151,26 +110,30 @@ def _given_groups(model: nn.Module, found: ShardedModel, params: Parameters | No
         in_block = any(own.startswith(f"{block}.") for block in found.blocks)
         (of_blocks if in_block and parameter.dim() == 2 else others).append(parameter)
     need(bool(of_blocks), "params", "none", "need blocks with matrices, or param groups")
-    groups: list[Group] = [{"params": of_blocks}, {"params": others, "optimizer": "adamw"}]
+    groups: list[Group] = [
+        {"params": of_blocks},
+        {"params": others, "optimizer": ShardedAdamW.name},
+    ]
     return [group for group in groups if group["params"]]
 
 
-def _matrices(engine: Engine, groups: Iterable[Group], names: Mapping[int, str]) -> list[Matrix]:
-    """The matrices of Muon's groups. Raises UserError for a parameter that is none."""
-    chosen: set[int] = set()
-    for group in filter(_is_muon, groups):
-        for parameter in group_members(group):
+def _matrix_groups(
+    engine: Engine, groups: Sequence[Group], names: Mapping[int, str]
+) -> dict[str, int]:
+    """The groups of Muon's parameters, by their global names. Raises UserError for a parameter that
+    is no matrix."""
+    numbers: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        for parameter in group_members(group) if _is_muon(group) else ():
             if parameter.dim() != 2:
                 raise UserError(
                     f"params: {names.get(id(parameter), 'a parameter')} has shape "
                     f"{tuple(parameter.shape)}, need a matrix, or optimizer: adamw in its group"
                 )
-            chosen.add(id(parameter))
-    units = engine.trained_units
-    meant = {
-        entry.name
-        for unit in units
+            numbers[id(parameter)] = number
+    return {
+        unit.specs[entry.name].name: numbers[id(parameter)]
+        for unit in engine.trained_units
         for entry, parameter in zip(unit.layout.entries, unit.parameters, strict=True)
-        if id(parameter) in chosen
+        if id(parameter) in numbers
     }
-    return find_matrices(units, lambda spec: spec.name in meant)

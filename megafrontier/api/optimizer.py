@@ -9,7 +9,7 @@ from torch import nn
 
 from megafrontier.api.model import ShardedModel, sharded
 from megafrontier.common.errors import UserError
-from megafrontier.optim.sharded import MasterSlice, ShardedOptimizer, merge_slices, scalar_states
+from megafrontier.optim.base import ShardedOptimizer, group_slices, scalar_states
 from megafrontier.partition import Engine
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -106,23 +106,15 @@ def group_members(group: Mapping[str, Any]) -> Iterator[nn.Parameter]:
 
 def slice_groups(
     engine: Engine, model: nn.Module, params: Parameters | None
-) -> Sequence[Mapping[str, Any]]:
+) -> list[dict[str, Any]]:
     """torch's param groups, with slices of this rank's masters as their parameters."""
     trained = [parameter for unit in engine.trained_units for parameter in unit.parameters]
     given = as_groups(trained if params is None else params)
     group_of = _group_of(model, {id(parameter) for parameter in trained}, given)
-    groups: list[dict[str, Any]] = [{**group, "params": []} for group in given]
-    for index, unit in enumerate(engine.trained_units):
-        pairs = zip(unit.layout.entries, unit.parameters, strict=True)
-        spans = [
-            (entry.offset, entry.offset + entry.numel, group_of[id(parameter)])
-            for entry, parameter in pairs
-            if id(parameter) in group_of
-        ]
-        for number, slices in merge_slices(spans, *unit.range).items():
-            found: list[MasterSlice] = [(index, where) for where in slices]
-            groups[number]["params"] += found
-    return groups
+    found = group_slices(
+        engine.trained_units, lambda unit: [*(group_of.get(id(p)) for p in unit.parameters), None]
+    )
+    return [{**group, "params": found.get(number, [])} for number, group in enumerate(given)]
 
 
 def _group_of(

@@ -53,8 +53,8 @@ _PROGRESS_TYPES = {
 CHUNK_ELEMENTS = 2**24
 _MODEL, _STEP = "model.", "step"
 _OPTIMIZER_KEY = re.compile(r"optim(?:izer)?\.state\.(.+)\.([^.]+)", re.DOTALL)
-_MOMENT = "exp_avg"
-"""The state of the parameters that AdamW updates."""
+_MOMENT = "exp_avg_sq"
+"""A state that AdamW alone has."""
 
 
 def export_dcp(path: Path, out: Path) -> Path:

@@ -5,6 +5,9 @@ from typing import Literal
 
 from megafrontier.config.fields import bounded, count
 
+OptimizerName = Literal["adamw", "sgd", "muon", "lsp"]
+"""The names in `optim.groups.OPTIMIZERS`."""
+
 
 @dataclass
 class OptimizerGroupConfig:
@@ -13,9 +16,8 @@ class OptimizerGroupConfig:
     match: str = ""
     """The parameters: a kind (matrix, norm, bias, embedding, expert, router), a glob pattern of
     names, or both as `KIND:PATTERN`. `matrix:blocks.*` is all matrices but the head."""
-    name: Literal["adamw", "sgd", "muon", "lsp"] | None = None
-    """Their optimizer. lsp: AdamW on the host in a subspace of each matrix (`optimizer.subspace`),
-    on one rank. Default for this and the keys below: the key of `optimizer`."""
+    name: OptimizerName | None = None
+    """Their optimizer. Default for this and the keys below: the key of `optimizer`."""
     lr: float | None = bounded(None, at_least=0)
     """Learning rate at the end of the warm-up. The schedule, `min_lr` too, is that of
     `optimizer.lr` in proportion."""
@@ -48,9 +50,10 @@ class SubspaceConfig:
 
 @dataclass
 class OptimizerConfig:
-    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    name: OptimizerName = "adamw"
     """adamw: AdamW with decoupled weight decay. sgd: SGD with momentum, weight decay as a part of
-    the gradient. muon: Muon, of matrices only, each expert's too."""
+    the gradient. muon: Muon, of matrices only, each expert's too. lsp: AdamW on the host in a
+    subspace of each matrix (`optimizer.subspace`), on one rank."""
     lr: float = bounded(3e-4, at_least=0)
     """Learning rate at the end of the warm-up."""
     betas: tuple[float, float] = bounded((0.9, 0.95), at_least=0, below=1)

@@ -299,10 +299,6 @@ def _check_experts_partition(config: Config) -> None:
 
 def _check_offload(config: Config) -> None:
     optimizer, where = config.optimizer, "with partition.offload.optimizer"
-    names: dict[str, str | None] = {"optimizer.name": optimizer.name}
-    names |= {f"optimizer.groups[{i}].name": g.name for i, g in enumerate(optimizer.groups)}
-    for key, name in names.items():
-        need(name != "muon", key, name, f"need adamw, sgd or lsp {where}")
     need(optimizer.fused != "apex", "optimizer.fused", "apex", f"need torch or none {where}")
     need(config.sites is None, "sites", "given", f"need null {where}")
     need(config.partition.weights_copy, "partition.weights_copy", "false", f"need true {where}")

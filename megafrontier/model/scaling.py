@@ -7,7 +7,7 @@ alpha = 1. With m the width and l the depth relative to the base model:
   the depth.
 - Scores of attention are divided by the head size, not by its root.
 - Each residual branch is multiplied by 1 / l, and the logits by 1 / m.
-- The optimizer scales its values: `optim.groups.size_factors`.
+- The optimizer scales its values: `size_factors` of its class in `optim`.
 """
 
 from collections.abc import Iterator, Mapping

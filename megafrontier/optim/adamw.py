@@ -1,38 +1,44 @@
 """AdamW on flat fp32 shards, through torch's or apex's fused implementation."""
 
 import importlib
-from collections.abc import Mapping, Sequence
-from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from megafrontier.common.errors import UserError
-from megafrontier.optim.groups import STATES
-from megafrontier.optim.sharded import ScaledOptimizer
+from megafrontier.optim.base import ElementwiseOptimizer, SizeFactors
+from megafrontier.parallel.param_spec import SizeRatio
 
 
-class ShardedAdamW(ScaledOptimizer):
+class ShardedAdamW(ElementwiseOptimizer):
     """Decoupled weight decay (Loshchilov & Hutter 2019) over the engine's master shards."""
 
-    def __init__(
-        self,
-        masters: Sequence[torch.Tensor],
-        groups: Sequence[Mapping[str, Any]],
-        implementation: str,
-    ) -> None:
-        """`groups`: as in `ShardedOptimizer`, with the other arguments of torch's AdamW.
-        `implementation`: a value of `optimizer.fused`."""
-        super().__init__(masters, groups, partial(_build, implementation=implementation))
-        self._implementation = implementation
-        self.flatten(*STATES["adamw"])
-        self.restore(0)
+    name = "adamw"
+    options = ("betas", "eps")
+    state_names = ("exp_avg", "exp_avg_sq")
+
+    @staticmethod
+    def build(groups: list[dict[str, Any]], implementation: str) -> torch.optim.Optimizer:
+        """torch's or apex's. Raises UserError without apex."""
+        if implementation != "apex":
+            return torch.optim.AdamW(groups, fused=implementation == "torch")
+        if not torch.cuda.is_available():
+            raise UserError("optimizer.fused: apex, but no accelerator is here; need torch or none")
+        return find_apex().FusedAdam(groups, adam_w_mode=True)
+
+    @classmethod
+    def size_factors(cls, ratio: SizeRatio) -> SizeFactors:
+        """Dey et al. 2025, arXiv:2505.01618, table 1 with alpha = 1."""
+        width = 1.0 if ratio.role == "vector" else ratio.width
+        # Gradients of routers do not become smaller with the width.
+        gradient = (1.0 if ratio.role == "output" else 1 / ratio.width) / ratio.depth
+        return SizeFactors(1 / width, gradient, width)
 
     def restore(self, steps: int) -> None:
-        """Continue after `steps` updates. The moments in `states` have been filled in place."""
+        """As `UnitOptimizer.restore`."""
         for part, _, _ in self._parts:
-            device = part.device if self._implementation == "torch" else "cpu"
+            device = part.device if self.implementation == "torch" else "cpu"
             self.torch.state[part]["step"] = torch.tensor(float(steps), device=device)
         for group in self.torch.param_groups:
             group["step"] = steps  # apex counts here
@@ -40,17 +46,9 @@ class ShardedAdamW(ScaledOptimizer):
     @property
     def steps(self) -> int:
         """Number of updates made. Waits for the device."""
-        if self._implementation == "apex":
+        if self.implementation == "apex":
             return int(self.torch.param_groups[0]["step"])
         return int(self.torch.state[self._parts[0][0]]["step"].item())
-
-
-def _build(groups: list[dict[str, Any]], implementation: str) -> torch.optim.Optimizer:
-    if implementation == "apex":
-        if not torch.cuda.is_available():
-            raise UserError("optimizer.fused: apex, but no accelerator is here; need torch or none")
-        return find_apex().FusedAdam(groups, adam_w_mode=True)
-    return torch.optim.AdamW(groups, fused=implementation == "torch")
 
 
 def find_apex() -> ModuleType:

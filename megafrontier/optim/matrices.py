@@ -10,7 +10,7 @@ A part moves level by level, outermost first: over each level it goes to the pee
 owner's coordinate there. What the ranks of an inner level then hold together is one contiguous
 slice of the unit, so parts from the peers of a level, in their order, are parts in the order of the
 flat buffer. Over a level of size s a rank sends, there and back, (s - 1) / s of two shards; a
-publication sends s - 1 shards (`placement.owner_bytes`).
+publication sends s - 1 shards.
 
 Matrices of the same size are dealt out together, one to each rank in a round. While a round is
 computed, the parts of the next are on their way.
@@ -30,6 +30,7 @@ import torch
 from megafrontier.comm.collectives import LevelCollectives
 from megafrontier.comm.rows import RowExchange
 from megafrontier.comm.streams import AsyncChain
+from megafrontier.optim.base import MasterSlice
 from megafrontier.parallel.hierarchy import shard_range
 from megafrontier.parallel.param_spec import ParamSpec
 from megafrontier.partition.layout import Entry
@@ -51,6 +52,8 @@ class Matrix:
     """The unit's index."""
     unit: Unit
     boxes: tuple[tuple[Entry, ParamSpec], ...]
+    rows: int
+    """Rows of the matrices of which it consists, which are updated as one each."""
 
     @property
     def spec(self) -> ParamSpec:
@@ -69,10 +72,10 @@ class Matrix:
         """Elements of the boxes within [start, stop) of the unit's flat buffer."""
         return sum(stop - start for start, stop in self._ranges(start, stop))
 
-    def own_slices(self) -> list[slice]:
-        """The parts of the boxes in this rank's shard, relative to its start."""
+    def slices(self) -> list[MasterSlice]:
+        """The parts of the boxes in this rank's shard of the unit."""
         start, stop = self.unit.range
-        return [slice(a - start, b - start) for a, b in self._ranges(start, stop)]
+        return [(self.index, slice(a - start, b - start)) for a, b in self._ranges(start, stop)]
 
     def _ranges(self, start: int, stop: int) -> Iterable[tuple[int, int]]:
         for entry, _ in self.boxes:
@@ -95,18 +98,23 @@ class Matrix:
         ]
 
 
-def find_matrices(units: Sequence[Unit], is_meant: Callable[[ParamSpec], bool]) -> list[Matrix]:
-    """The matrices with parameters in these units whose specs are meant."""
+def find_matrices(units: Sequence[Unit], rows: Callable[[ParamSpec], int]) -> list[Matrix]:
+    """The matrices with parameters in these units. `rows`: of the matrices that are updated as one
+    each, or 0 for a parameter that is not meant."""
     found: dict[tuple[int, str], list[tuple[Entry, ParamSpec]]] = {}
     experts: list[Matrix] = []
     for index, unit in enumerate(units):
         for entry in unit.layout.entries:
             spec = unit.specs[entry.name]
-            if is_meant(spec) and spec.kind == "expert":
-                experts += [Matrix(index, unit, (run,)) for run in _runs(unit, entry, spec)]
-            elif is_meant(spec):
+            if rows(spec) and spec.kind == "expert":
+                runs = _runs(unit, entry, spec)
+                experts += [Matrix(index, unit, (run,), rows(spec)) for run in runs]
+            elif rows(spec):
                 found.setdefault((index, spec.name), []).append((entry, spec))
-    matrices = [Matrix(index, units[index], tuple(boxes)) for (index, _), boxes in found.items()]
+    matrices = [
+        Matrix(index, units[index], tuple(boxes), rows(boxes[0][1]))
+        for (index, _), boxes in found.items()
+    ]
     return matrices + experts
 
 
@@ -304,9 +312,7 @@ class _Round:
             to = {m: owners[m][number] for m in order}
             self._exchanges.append(_MatrixExchange(step, counts, order, here, after, to))
             order = after
-        self._shards = [
-            (matrices[m].index, part) for m in first for part in matrices[m].own_slices()
-        ]
+        self._shards = [part for m in first for part in matrices[m].slices()]
         rank, ranks = (0, 1)
         if tensor is not None and any(step.is_tensor for step in steps):
             rank, ranks = tensor.hierarchy.shard_index(len(tensor.hierarchy.levels.sizes))

@@ -6,16 +6,21 @@ elements, and its change D crosses back and is applied as P D Q^T. P [m, p] and 
 nonzeros a row. Their values are fitted to gradients, so that P P^T G Q Q^T is close to G.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from math import sqrt
+from typing import Self
 
 import torch
 
+from megafrontier.comm.collectives import LevelCollectives
 from megafrontier.common.async_copy import DeviceTimer
 from megafrontier.common.buffers import empty
-from megafrontier.config import SubspaceConfig
+from megafrontier.common.errors import need
+from megafrontier.config import OptimizerConfig, SubspaceConfig
 from megafrontier.optim.adamw import ShardedAdamW
-from megafrontier.optim.groups import OptimizerGroup
+from megafrontier.optim.base import Groups, OptimizerGroup, Shards, UnitOptimizer, check_matrix
+from megafrontier.optim.matrices import find_matrices
+from megafrontier.parallel.param_spec import ParamSpec
 from megafrontier.partition.unit import Unit
 
 FIT_ITERATIONS, FIT_LR = 60, 0.02
@@ -26,12 +31,6 @@ def _share(config: SubspaceConfig) -> float:
     """Elements of a subspace as a share of a matrix's. Gradient and change cross in fp32, 8 bytes
     an element. Without a subspace these are 4 and 2."""
     return 6 / 8 / config.compression
-
-
-def subspace_bytes(numel: int, config: SubspaceConfig) -> int:
-    """Bytes on the host of the subspaces of matrices with `numel` elements in all: two moments,
-    gradient and change, in fp32."""
-    return int(16 * numel * _share(config))
 
 
 class Projector:
@@ -76,17 +75,12 @@ class Subspace:
         self._sizes = max(1, int(rows * share)), max(1, int(columns * share))
         self._left = Projector(rows, self._sizes[0], config.nonzeros, device, seed)
         self._right = Projector(columns, self._sizes[1], config.nonzeros, device, seed + 1)
-        self._bias = config.bias
+        self._bias, self.group = config.bias, group
         numel, pinned = self._sizes[0] * self._sizes[1], device.type == "cuda"
         self.change, self.gradient = (empty(numel, torch.float32, CPU, pinned) for _ in range(2))
         where = {"params": [(0, slice(numel))], "lr_scale": group.lr_scale, "weight_decay": 0.0}
         values = {"betas": group.betas, "eps": group.eps}
         self.adamw = ShardedAdamW([self.change], [where | values], "torch")
-
-    @property
-    def crossing_bytes(self) -> int:
-        """Bytes that cross between device and host in a step."""
-        return self.gradient.nbytes + self.change.nbytes
 
     def state(self) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps, by name."""
@@ -138,44 +132,51 @@ class Subspace:
         return has_changed
 
 
-class ShardedSubspace:
-    """Updates the masters of units whose parameters are all matrices, on one rank.
+class ShardedSubspace(UnitOptimizer):
+    """Updates the masters of units whose parameters are all matrices, on one rank. It has no
+    `states`, because moments have another shape than parameters: `buffers` has them."""
 
-    states: none, because moments have another shape than parameters. `buffers` has them.
-    """
+    name = "lsp"
+    options = ("betas", "eps")
+    may_update_late = False
 
-    def __init__(
-        self, units: Sequence[Unit], groups: Mapping[str, OptimizerGroup], config: SubspaceConfig
-    ) -> None:
-        """`groups`: the group of each parameter, by its global name."""
-        self.states: dict[str, list[torch.Tensor]] = {}
-        self._units, self._groups, self._config = units, groups, config
-        self._subspaces = {
-            name: Subspace(shape, config, groups[name], units[0].master.device, 2 * number)
-            for number, (name, shape, _, _) in enumerate(self._matrices())
-        }
-        self._steps = 0
+    def __init__(self, units: Sequence[Unit], groups: Groups) -> None:
+        self.states, self._steps, self._config = {}, 0, groups.config.subspace
+        self._matrices = find_matrices(units, lambda spec: spec.shape[0])
+        device = units[0].master.device
+        self._subspaces = [
+            Subspace(spec.shape, self._config, groups.of_name(spec.name), device, 2 * number)
+            for number, spec in enumerate(matrix.spec for matrix in self._matrices)
+        ]
 
-    def _matrices(self) -> Iterator[tuple[str, tuple[int, ...], int, slice]]:
-        """(global name, shape, number of the unit, place in its master) of each matrix."""
-        for number, unit in enumerate(self._units):
-            for entry in unit.layout.entries:
-                where = slice(entry.offset, entry.offset + entry.numel)
-                yield unit.specs[entry.name].name, entry.shape, number, where
+    @classmethod
+    def make(cls, units: Sequence[Unit], groups: Groups, tensor: LevelCollectives | None) -> Self:
+        """As `UnitOptimizer.make`."""
+        return cls(units, groups)
+
+    @classmethod
+    def check_run(cls, key: str, ranks: int, is_offloaded: bool) -> None:
+        """As `UnitOptimizer.check_run`."""
+        need(ranks == 1, key, cls.name, f"need 1 rank, not {ranks}, or another optimizer")
+
+    @classmethod
+    def check(cls, key: str, group: OptimizerGroup, spec: ParamSpec) -> None:
+        """As `UnitOptimizer.check`."""
+        check_matrix(key, cls.name, spec)
+
+    @classmethod
+    def host_bytes(cls, numel: int, config: OptimizerConfig) -> int:
+        """The subspaces' two moments, gradient and change, in fp32."""
+        return int(16 * numel * _share(config.subspace))
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps, by name."""
+        """As `UnitOptimizer.buffers`."""
         return {
-            f"optimizer.{name}.{what}": value
-            for name, subspace in self._subspaces.items()
+            f"optimizer.{matrix.spec.name}.{what}": value
+            for matrix, subspace in zip(self._matrices, self._subspaces, strict=True)
             for what, value in subspace.state().items()
         }
-
-    @property
-    def crossing_bytes(self) -> int:
-        """Bytes that cross between device and host in a step."""
-        return sum(subspace.crossing_bytes for subspace in self._subspaces.values())
 
     @property
     def steps(self) -> int:
@@ -183,35 +184,29 @@ class ShardedSubspace:
         return self._steps
 
     def restore(self, steps: int) -> None:
-        """Continue after `steps` updates. The `buffers` have been filled in place."""
+        """As `UnitOptimizer.restore`."""
         self._steps = steps
-        for subspace in self._subspaces.values():
+        for subspace in self._subspaces:
             subspace.adamw.restore(steps)
 
-    def step(
-        self,
-        gradients: Sequence[torch.Tensor],
-        lr: float,
-        divisor: torch.Tensor,
-        skip: torch.Tensor,
-    ) -> None:
+    def step(self, gradients: Shards, lr: float, divisor: torch.Tensor, skip: torch.Tensor) -> None:
         """As `UnitOptimizer.step`. The host waits for the device, and updates one matrix while the
         gradients of later ones cross."""
         if skip.item():
             return
         one, no = torch.ones(()), torch.zeros(())
         arrived = []
-        for name, shape, number, where in self._matrices():
-            gradient = gradients[number][where].view(shape).div_(divisor.float())
+        for matrix, subspace in zip(self._matrices, self._subspaces, strict=True):
+            ((index, where),) = matrix.slices()
+            gradient = gradients[index][where].view(matrix.spec.shape).div_(divisor.float())
             if self._steps % self._config.refit_every == 0:
-                self._subspaces[name].refit(gradient)
-            self._subspaces[name].send(gradient)
-            arrived.append(DeviceTimer(gradient.device))
-        for timer, (name, shape, number, where) in zip(arrived, self._matrices(), strict=True):
-            subspace, group = self._subspaces[name], self._groups[name]
+                subspace.refit(gradient)
+            subspace.send(gradient)
+            arrived.append((DeviceTimer(gradient.device), subspace, matrix.unit.master[where]))
+        for timer, subspace, master in arrived:
             timer.wait()
             subspace.change.zero_()
             subspace.adamw.step([subspace.gradient], lr, one, no)
-            master = self._units[number].master[where].view(shape)
-            master.mul_(1 - lr * group.lr_scale * group.weight_decay).add_(subspace.receive())
+            change, group = subspace.receive(), subspace.group
+            master.mul_(1 - lr * group.lr_scale * group.weight_decay).add_(change.view(-1))
         self._steps += 1

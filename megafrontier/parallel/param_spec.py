@@ -22,7 +22,7 @@ _ATTRIBUTE = "_megafrontier_spec"
 @dataclass(frozen=True)
 class SizeRatio:
     """The size of a parameter's model relative to a base model. The parameter's optimizer scales
-    its values by it (`optim.groups.size_factors`)."""
+    its values by it (`size_factors` of its class in `optim`)."""
 
     width: float
     depth: float

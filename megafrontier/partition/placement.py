@@ -216,20 +216,6 @@ def state_bytes(
     }
 
 
-def owner_bytes(numel: int, placement: Placement, levels: Levels, itemsize: int) -> list[int]:
-    """Bytes that one rank sends over each level, in the mean, when the parts of matrices go to
-    their owners and back once (`optim.matrices`).
-
-    numel: elements of all matrices, `itemsize` bytes each. Of each shape and place in a unit there
-        are as many as ranks, or a multiple of that. If there are fewer, the bytes are about these.
-    """
-    parts = 2 * numel * itemsize // prod(levels.sizes[: placement.optimizer])
-    return [
-        (size - 1) * parts // size if level < placement.optimizer else 0
-        for level, size in enumerate(levels.sizes)
-    ]
-
-
 def traffic_bytes(
     numel: int,
     placement: Placement,

@@ -1,9 +1,9 @@
 """What a configuration means on a given number of ranks: levels, placement, wires and memory."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import ceil, prod
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -17,11 +17,10 @@ from megafrontier.model.flops import parameter_specs
 from megafrontier.model.gpt import GPT
 from megafrontier.model.kernels.float8 import MULTIPLE
 from megafrontier.model.moe.experts import EXPERT_AXES
-from megafrontier.optim.groups import OptimizerGroups, optimizer_itemsize
-from megafrontier.optim.subspace import subspace_bytes
+from megafrontier.optim.groups import OPTIMIZERS, OptimizerGroups, check_optimizers
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import DATA_PARALLEL, MeshShape, Splits
-from megafrontier.parallel.param_spec import spec_of
+from megafrontier.parallel.param_spec import ParamSpec, spec_of
 from megafrontier.partition import Placement, Wires
 from megafrontier.partition.memory import MessageBuffers, unit_buffer_bytes
 from megafrontier.partition.modules.wrap import divide
@@ -102,7 +101,8 @@ class RunPlan:
 def resolve_plan(config: Config, ranks: int) -> RunPlan:
     """The plan of a run on `ranks` ranks.
 
-    Raises UserError if the machine cannot hold the ranks, or splits or the placement do not fit.
+    Raises UserError if the machine cannot hold the ranks, or splits, the placement or an optimizer
+    do not fit.
     """
     machine = load_machine(config.machine)
     levels = Levels.resolve(machine.levels, ranks)
@@ -124,6 +124,7 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
     rest = StatePlan(placement, wires, error_feedback)
     experts = rest if config.model.moe is None else _plan_experts(config, shape, placement)
     is_offloaded = config.partition.offload.optimizer == "cpu"
+    check_optimizers(config.optimizer, ranks, is_offloaded)
     plan = RunPlan(machine, shape, *rest, experts, division, activations, tokens, is_offloaded)
     _check_copy(plan, precision)
     return plan
@@ -278,25 +279,23 @@ def rank_state_bytes(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -
     for (axes, name), numel in numels.items():
         placement, wires = plan.of(axes).placement, plan.of(axes).feedback_wires
         levels, kept = plan.shape.over(axes), master_itemsize(config, name)
-        is_away = plan.is_offloaded and name != "lsp"
+        is_away = plan.is_offloaded and OPTIMIZERS[name].may_update_late
         total.update(state_bytes(numel, placement, levels, itemsize, wires, kept, is_away))
-        if name == "lsp":
-            total["host"] += subspace_bytes(numel, config.optimizer.subspace)
+        total["host"] += OPTIMIZERS[name].host_bytes(numel, config.optimizer)
     return total
 
 
 def master_itemsize(config: Config, optimizer: str) -> int:
-    """Bytes of a rank for each element that it updates: the fp32 master, and the states of the
-    optimizer and of the exchange between sites."""
+    """Bytes of a rank for each element that it updates: the fp32 master, the states of the
+    optimizer and of the exchange between sites, and an average of the weights."""
     sites = 0 if config.sites is None else config.sites.state_itemsize
-    return optimizer_itemsize(optimizer, config.optimizer.ema) + sites
+    return OPTIMIZERS[optimizer].element_bytes() + sites + (4 if config.optimizer.ema else 0)
 
 
 def buffer_gib(config: Config, plan: RunPlan, rank: int | None = None) -> float:
     """GiB of the buffers that a rank's units share, by formula: unsharded weights, unreduced
-    gradients, messages, and Muon's: the matrix at hand, the next one, and what the iterations need
-    (two matrices, and two products of rows that are at most as large). Of a pipeline: its rank
-    `rank`, or the one that has most."""
+    gradients, messages, and those of an optimizer that needs whole matrices. Of a pipeline: its
+    rank `rank`, or the one that has most."""
     return max(_buffer_gib(config, plan, units) for units in rank_units(config, plan, rank))
 
 
@@ -314,8 +313,8 @@ def _buffer_gib(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -> flo
             placement = plan.of(axes).placement.on(plan.shape.over(axes))
             total += unit_buffer_bytes(numels, root, placement, dtype.itemsize, prefetch)
             root = 0
-        if optimizer == "muon":
-            total += 6 * _largest_matrix(config, plan) * torch.bfloat16.itemsize
+        if OPTIMIZERS[optimizer].needs_whole_matrices:
+            total += OPTIMIZERS[optimizer].buffer_bytes(_matrices(config, plan, optimizer))
     return total / GIB
 
 
@@ -336,18 +335,14 @@ def _message_bytes(
     return messages.held_bytes([u.numel for u in units if u.block == ROOT or u.axes == axes])
 
 
-def _largest_matrix(config: Config, plan: RunPlan) -> int:
-    """Elements of the largest matrix, or matrices of experts at a time, that Muon updates."""
-    found = []
-    for spec in optimizer_groups(config).by_optimizer()["muon"]:
-        numel = prod(spec.shape)
+def _matrices(config: Config, plan: RunPlan, optimizer: str) -> Iterator[tuple[ParamSpec, int]]:
+    """The parameters of an optimizer, as for `UnitOptimizer.buffer_bytes`."""
+    for spec in optimizer_groups(config).by_optimizer()[optimizer]:
         if spec.kind == "expert":
-            depth = plan.of(spec.axes).placement.optimizer
-            owners = prod(plan.shape.over(spec.axes).sizes[:depth])
-            here = spec.shape[0] // plan.shape.splits.expert
-            numel = numel // spec.shape[0] * ceil(here / min(here, owners))
-        found.append(numel)
-    return max(found)
+            count = spec.shape[0] // plan.shape.splits.expert
+            spec = replace(spec, shape=(count, *spec.shape[1:]), box=())
+        depth = plan.of(spec.axes).placement.optimizer
+        yield spec, prod(plan.shape.over(spec.axes).sizes[:depth])
 
 
 def check_memory(config: Config, plan: RunPlan) -> None:

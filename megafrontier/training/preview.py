@@ -9,7 +9,7 @@ import torch
 from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.comm.wires.wire import Wire, WorkWires
 from megafrontier.common.errors import UserError, need
-from megafrontier.config import Config
+from megafrontier.config import Config, OptimizerConfig
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.evaluation.tasks import check_tasks
 from megafrontier.families import family_for
@@ -57,9 +57,7 @@ def check_layout(config: Config, ranks: int) -> RunPlan:
     UserError."""
     plan = resolve_plan(config, ranks)
     micro_batches_of(config, plan)
-    optimizers = optimizer_groups(config).by_optimizer()
-    fits = "need 1 rank, or another name"
-    need("lsp" not in optimizers or ranks == 1, "optimizer.groups", f"lsp on {ranks} ranks", fits)
+    optimizer_groups(config)  # refuses groups that do not fit
     return plan
 
 
@@ -144,7 +142,11 @@ def describe_run(
         yield _describe_tensor_traffic(config, plan)
     if config.model.scaling is not None:
         yield describe_scaling(config.model)
-    if config.optimizer.groups or config.optimizer.name != "adamw" or config.model.scaling:
+    if (
+        config.optimizer.groups
+        or config.optimizer.name != OptimizerConfig.name
+        or config.model.scaling
+    ):
         yield from optimizer_groups(config).describe()
 
 

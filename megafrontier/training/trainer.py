@@ -23,7 +23,7 @@ from megafrontier.model.kernels.float8 import float8_of, use_float8
 from megafrontier.model.moe.balance import Balance
 from megafrontier.model.recompute.compile import start_workers
 from megafrontier.optim.gradients import LossScale
-from megafrontier.optim.groups import OptimizerGroups
+from megafrontier.optim.groups import OPTIMIZERS, OptimizerGroups
 from megafrontier.optim.spikes import SpikeRule
 from megafrontier.optim.unit_optimizers import Elementwise, UnitOptimizers
 from megafrontier.parallel.mesh import Mesh
@@ -154,7 +154,6 @@ def make_trainer(
     optimizer = UnitOptimizers(
         engine.trained_units,
         optimizer_groups(config),
-        config.optimizer,
         tensor_collectives(engine, mesh),
         elementwise,
     )
@@ -236,8 +235,8 @@ def _unit_rules(
     state = plan.of(spec.axes)
     over, wires = mesh.hierarchy(spec.axes), state.wires
     wires = wires if over.crossed is None else wires.extended(over.crossed)
-    # Muon and lsp update at once, and have masters on the device.
-    update = _update(config, plan) if groups.of(spec)[0] in ("adamw", "sgd") else "at_once"
+    may_be_late = OPTIMIZERS[groups.of(spec)[0]].may_update_late
+    update = _update(config, plan) if may_be_late else "at_once"
     dtype = DTYPES[config.train.precision]
     return UnitRules(
         over,

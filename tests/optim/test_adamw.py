@@ -9,7 +9,7 @@ import torch
 
 from megafrontier.common.errors import UserError
 from megafrontier.optim.adamw import ShardedAdamW, find_apex
-from megafrontier.optim.sharded import merge_slices
+from megafrontier.optim.base import merge_slices
 
 NUMEL, DECAYED = 96, 50
 CUTS = [[0, 96], [0, 10, 50, 96], [0, 1, 49, 51, 95, 96]]

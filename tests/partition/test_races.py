@@ -6,6 +6,7 @@ streams show them.
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ class UpdateStream:
         self.run = partial(races.run, 7)
 
 
-def adamw(name, masters):
+def adamw(_, masters):
     whole = [(index, slice(None)) for index in range(len(masters))]
     return ShardedAdamW(masters, [{"params": whole, "lr_scale": 1.0}], "torch")
 
@@ -78,7 +79,8 @@ def train(
         groups=lambda spec: ("adamw", 0),
     )  # fmt: skip
     engine.pool.shards.keeps = False  # as on an accelerator
-    optimizer = UnitOptimizers(engine.units, None, OptimizerConfig(), elementwise=adamw)
+    groups = SimpleNamespace(config=OptimizerConfig())
+    optimizer = UnitOptimizers(engine.units, groups, elementwise=adamw)
     between_steps = lambda: evaluate(model), lambda: restore(engine), lambda: None
     for between in between_steps[:steps]:
         for number in range(2):

@@ -1,6 +1,7 @@
 """The examples in CONTRIBUTING.md run."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_args
@@ -11,16 +12,33 @@ import torch
 from megafrontier.comm.wires import registry
 from megafrontier.comm.wires.wire import Wire, WorkWires, make_wire
 from megafrontier.common.buffers import Workspace
-from megafrontier.config import SitesConfig, WireFormat, validation
+from megafrontier.config import (
+    OptimizerConfig,
+    OptimizerGroupConfig,
+    SitesConfig,
+    WireFormat,
+    validation,
+)
+from megafrontier.config.optimizer import OptimizerName
+from megafrontier.model.flops import parameter_count
+from megafrontier.model.gpt import GPT
+from megafrontier.model.init import initialise
+from megafrontier.optim.groups import OPTIMIZERS
+from megafrontier.optim.schedule import learning_rate
 from megafrontier.parallel.mesh import Splits
+from megafrontier.parallel.param_spec import spec_of
 from megafrontier.partition import Engine, Placement, Wires
 from megafrontier.pipeline.messages import Messenger
 from megafrontier.pipeline.table import Transfer, TransferKind
+from megafrontier.planner.simulation.rates import UNKNOWN
+from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.sites import outer
 from megafrontier.splits.context import ContextSplit
 from megafrontier.splits.token_dispatch import TokenExchange
 from megafrontier.splits.tokens import TokenGroup
 from megafrontier.training.callbacks.base import Callback
+from megafrontier.training.plan import GIB, resolve_plan, state_gib
+from megafrontier.training.trainer import open_loader
 from tests import runs
 from tests.partition.tiny import build, engine_step, finished_gradients
 from tests.ranks import run_mesh, run_ranks
@@ -205,8 +223,72 @@ def test_any_codec_carries_the_changes_of_sites(codec, monkeypatch):
     change = site.weights[0] - unit.master.mul_(0.5)
     (message,) = site.encode(0)
     assert message.nbytes == codec.message_bytes(outer.ROW + 8)
-    assert (site.decode(message, len(change)) - change).norm() < 0.1 * change.norm()
+    decoded = site.decode(message, len(change), change.device)
+    assert (decoded - change).norm() < 0.1 * change.norm()
 
 
 def test_the_example_of_a_callback_is_one():
     assert issubclass(example("class GradientShare")["GradientShare"], Callback)
+
+
+LION = ("machine={levels: {world: {}}}", "partition.strategy=zero1", "optimizer.name=lion")
+LION += ("optimizer.lr=1e-3", "optimizer.weight_decay=0.3", "train.clip_grad_norm=0.2")
+LION += ("train.steps=4", "train.micro_batch=4", "evaluate.batches=0")
+
+
+@pytest.fixture
+def lion(monkeypatch):
+    """The example of an optimizer, added as it says."""
+    kind = example("class ShardedLion")["ShardedLion"]
+    monkeypatch.setitem(OPTIMIZERS, kind.name, kind)
+    names = Literal[(*get_args(OptimizerName), kind.name)]
+    for config, choice in ((OptimizerConfig, names), (OptimizerGroupConfig, names | None)):
+        monkeypatch.setattr(config.__dataclass_fields__["name"], "type", choice)
+
+
+def losses_on_one_process(config):
+    """Losses of plain PyTorch with the formulas of the paper."""
+    model, losses = GPT(config.model), []
+    initialise(model, config.run.seed)
+    momenta = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    samples = open_loader(config, "train", 0, 1).samples
+    first, second = config.optimizer.betas
+    for step in range(config.train.steps):
+        batch = samples.batch(16 * step, 16)
+        model.zero_grad()
+        loss = model(batch.tokens, batch.targets).sum() / (batch.targets >= 0).sum()
+        loss.backward()
+        losses.append(loss.item())
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2) > 0.2
+        lr = learning_rate(step, config.train.steps, config.optimizer, config.schedule)
+        for name, parameter in model.named_parameters():
+            gradient, momentum = parameter.grad, momenta[name]
+            decay = config.optimizer.weight_decay * (spec_of(name, parameter).kind == "matrix")
+            update = torch.sign(first * momentum + (1 - first) * gradient)
+            momenta[name] = second * momentum + (1 - second) * gradient
+            parameter.data -= lr * (update + decay * parameter.data)
+    return losses
+
+
+def test_the_example_of_an_optimizer_trains_as_one_process_and_resumes(lion, config_file):
+    expected = losses_on_one_process(runs.load(config_file, *LION))
+    runs.run(config_file, 2, *LION, "train.stop_at=2")
+    offload = "partition.offload.optimizer=cpu"
+    resumed = runs.losses(runs.run(config_file, 4, *LION, offload))
+    assert resumed == pytest.approx(expected, rel=1e-5)
+    assert expected[-1] < expected[0] - 0.05
+
+
+def test_the_memory_of_the_example_of_an_optimizer_is_counted(lion, config_file):
+    """A master and one state: 8 bytes an element, where AdamW keeps 12."""
+    config = runs.load(config_file, *LION, "train.precision=bf16")
+    adamw = replace(config, optimizer=replace(config.optimizer, name="adamw"))
+    plan, numel = resolve_plan(config, 2), parameter_count(config.model)
+    saved = (state_gib(adamw, plan) - state_gib(config, plan)) * GIB
+    assert saved == pytest.approx(4 * numel / 2)
+    held, of_adamw = (simulate(c, plan, UNKNOWN).memory["optimizer"] for c in (config, adamw))
+    assert held == pytest.approx(of_adamw * 8 / 12)
+
+
+def test_the_config_names_the_optimizers_that_there_are():
+    assert set(get_args(OptimizerName)) == OPTIMIZERS.keys()

@@ -162,8 +162,8 @@ def test_a_forward_waits_for_updates_of_the_next_units_alone_and_gradients_leave
 @pytest.mark.parametrize(
     ("chosen", "line"),
     [
-        ("optimizer.name=muon", "optimizer.name: muon, need adamw, sgd or lsp"),
-        ("optimizer.groups=[{match: matrix, name: muon}]", "groups.0..name: muon, need adamw"),
+        ("optimizer.name=muon", "optimizer.name: muon, need an optimizer of single elements"),
+        ("optimizer.groups=[{match: matrix, name: muon}]", "groups.0..name: muon, need an"),
         ("optimizer.fused=apex", "optimizer.fused: apex, need torch or none"),
         ("log.callbacks=[tests.training.test_late_updates.MoveMasters]", "may change masters"),
     ],

@@ -17,7 +17,7 @@ from megafrontier.model.init import initialise
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import spec_of
-from megafrontier.partition.placement import STRATEGIES, owner_bytes, traffic_bytes
+from megafrontier.partition.placement import STRATEGIES, traffic_bytes
 from megafrontier.training.callbacks.save import checkpoint_bytes
 from megafrontier.training.loop import train_step
 from megafrontier.training.plan import resolve_plan, state_gib
@@ -241,6 +241,17 @@ def test_a_skipped_step_changes_no_state_of_muon(folder):
     assert all(run_mesh((2, 2, 1), body))
 
 
+def owner_bytes(numel, placement, sizes, itemsize):
+    """Bytes that one rank sends over each level, in the mean, when the parts of matrices with
+    `numel` elements in all go to their owners and back. There are as many matrices of each shape
+    and place in a unit as ranks, or a multiple of that."""
+    parts = 2 * numel * itemsize // prod(sizes[: placement.optimizer])
+    return [
+        (size - 1) * parts // size if level < placement.optimizer else 0
+        for level, size in enumerate(sizes)
+    ]
+
+
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (8,)])
 def test_bytes_of_muon_are_those_of_adamw_and_two_shards_to_and_from_the_owners(folder, sizes):
     """In the mean over ranks. With 8 ranks on one level, that is 1/8 more than AdamW sends for the
@@ -265,7 +276,7 @@ def test_bytes_of_muon_are_those_of_adamw_and_two_shards_to_and_from_the_owners(
             return (
                 [level["bytes"] for level in result.comm.values()],
                 engine.step_bytes(trainer.loader.micro_batches),
-                owner_bytes(numel, place, levels, 4),
+                owner_bytes(numel, place, sizes, 4),
                 of_matrices,
             )
 

@@ -3,7 +3,7 @@
 No weights are allocated and nothing is sent, so that a laptop builds a rank of any machine.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megafrontier.config import Config
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch
-from megafrontier.optim.groups import STATES
+from megafrontier.optim.base import Shards, UnitOptimizer
 from megafrontier.parallel.groups import make_groups
 from megafrontier.parallel.mesh import AXES, Mesh
 from megafrontier.parallel.world import World
@@ -97,23 +97,17 @@ class DryLoader:
         return [Batch(tokens, tokens, None, 0) for _ in range(count)]
 
 
-class _Elementwise:
+class _Elementwise(UnitOptimizer):
     """What an optimizer of single elements holds and computes. Its kernel passes over them once."""
 
-    def __init__(self, meter: Meter, name: str, masters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, meter: Meter, kind: type[UnitOptimizer], masters: Shards) -> None:
         self._meter = meter
-        self.states = {state: [torch.zeros_like(m) for m in masters] for state in STATES[name]}
+        self.states = {name: [torch.zeros_like(m) for m in masters] for name in kind.state_names}
         held = sum(master.nbytes for master in masters)
         # It reads the gradient, and reads and writes the master and the states.
         self._moved = held * (3 + 2 * len(self.states))
 
-    def step(
-        self,
-        gradients: Sequence[torch.Tensor],
-        lr: float,
-        divisor: torch.Tensor,
-        skip: torch.Tensor,
-    ) -> None:
+    def step(self, gradients: Shards, lr: float, divisor: torch.Tensor, skip: torch.Tensor) -> None:
         """As `UnitOptimizer.step`."""
         if self._meter.memory.is_on_host(gradients[0]):
             self._meter.move_on_host(self._moved)

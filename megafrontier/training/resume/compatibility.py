@@ -15,7 +15,7 @@ from megafrontier.config import Config, ModelConfig, OptimizerConfig, config_to_
 from megafrontier.config.building import build
 from megafrontier.config.fields import RESUME, Resume, section_class
 from megafrontier.model.flops import parameter_specs
-from megafrontier.optim.groups import STATES, OptimizerGroups
+from megafrontier.optim.groups import OPTIMIZERS, OptimizerGroups
 from megafrontier.training.resume.upcycle import Upcycled
 from megafrontier.training.trainer import Trainer
 
@@ -61,7 +61,8 @@ def check_optimizer(config: Config, checkpoint: Checkpoint) -> None:
     lacks a state. One of weights only, such as an imported one, fits."""
     manifest = checkpoint.manifest
     saved = manifest.config.get("optimizer")
-    if saved is None or not any(manifest.states.keys() & set(names) for names in STATES.values()):
+    states = {state for kind in OPTIMIZERS.values() for state in kind.state_names}
+    if saved is None or not manifest.states.keys() & states:
         return
     specs = parameter_specs(config.model).values()
     before = OptimizerGroups(build(OptimizerConfig, saved, "optimizer"), specs)
@@ -73,7 +74,7 @@ def check_optimizer(config: Config, checkpoint: Checkpoint) -> None:
             raise UserError(
                 f"{here}, but {checkpoint.path} has states of {other}, need {other}, {advice}"
             )
-        for state in STATES[optimizer]:
+        for state in OPTIMIZERS[optimizer].state_names:
             if state not in manifest.states:
                 raise UserError(f"{here}, but {checkpoint.path} has no {state}, need it, {advice}")
 
