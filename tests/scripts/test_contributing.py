@@ -20,6 +20,7 @@ from megafrontier.config import (
     validation,
 )
 from megafrontier.config.optimizer import OptimizerName
+from megafrontier.launch.main import train
 from megafrontier.model.flops import parameter_count
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
@@ -28,7 +29,9 @@ from megafrontier.optim.schedule import learning_rate
 from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import spec_of
 from megafrontier.partition import Engine, Placement, Wires
+from megafrontier.pipeline import schedule
 from megafrontier.pipeline.messages import Messenger
+from megafrontier.pipeline.simulate import peak_in_flight
 from megafrontier.pipeline.table import Transfer, TransferKind
 from megafrontier.planner.simulation.rates import UNKNOWN
 from megafrontier.planner.simulation.simulate import simulate
@@ -225,6 +228,22 @@ def test_any_codec_carries_the_changes_of_sites(codec, monkeypatch):
     assert message.nbytes == codec.message_bytes(outer.ROW + 8)
     decoded = site.decode(message, len(change), change.device)
     assert (decoded - change).norm() < 0.1 * change.norm()
+
+
+def test_the_example_of_a_schedule_trains_as_one_process_and_holds_every_micro_batch(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(schedule, "SCHEDULES", dict(schedule.SCHEDULES))
+    example("def gpipe")
+    table = schedule.make_table("gpipe", 2, 1, 4)
+    assert peak_in_flight(table) == (4, 4)
+    path = runs.make_config_file(tmp_path)
+    chosen = (*runs.ONE, "train.steps=3", "train.micro_batch=4")
+    alone = runs.losses(runs.run(path, 1, *chosen, f"run.directory={tmp_path}/alone"))
+    config = runs.load(path, *chosen, "parallel.pipeline=2")
+    config = replace(config, parallel=replace(config.parallel, schedule="gpipe"))
+    assert train(config, 2) == 0
+    assert runs.losses(runs.metrics(tmp_path / "run")) == pytest.approx(alone, rel=1e-5)
 
 
 def test_the_example_of_a_callback_is_one():
