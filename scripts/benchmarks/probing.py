@@ -73,7 +73,7 @@ def _enter(namespace: str) -> None:
     os.close(file)
 
 
-def main() -> int:
+def main() -> None:
     """Probe once, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 2, 2], help="of the levels")
@@ -87,13 +87,12 @@ def main() -> int:
             found = probe_shaped(options.sizes, rates, per_host, Path(folder, "machine.yaml"))
         except Unable as reason:
             print(f"no links: {reason}", file=sys.stderr)
-            return 2
+            raise SystemExit(2) from reason
     print(f"shaped: sizes {options.sizes}, MB/s {options.rates}")
     for name, level in found["levels"].items():
         print(f"{name}: size {level['size']}, {level['gigabytes_per_second'] * 1e3:.2f} MB/s")
     print("\n".join(found["surprises"]))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -12,7 +12,7 @@ from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition import STRATEGIES, Placement, Wires
 from megafrontier.partition.placement import state_bytes, traffic_bytes
 from megafrontier.partition.presets import choose_wires
-from scripts.benchmarks.shared.measuring import tensor_bytes
+from tests.memory import tensor_bytes
 from tests.partition.tiny import (
     engine_step,
     make_optimizer,

@@ -69,9 +69,7 @@ def test_two_nodes_send_what_the_formula_says(network, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "words", "said"),
     [
-        ("slow_network.tensor", "OUT --rounds 1 --steps 1", "| overlapped, int8 | "),
         ("slow_network.context", "--rounds 1", "all-gather, forward"),
-        ("pipeline", "OUT --ranks 2 --micro-batches 2 --tick 0.02", "zero_bubble, 2 stages"),
         ("experts", "OUT --slower 1 --steps 1 --tokens 8 --compute 0.1", "| worst (5.3) | 1 × "),
     ],
 )

@@ -16,8 +16,8 @@ from megafrontier.training import loop, step
 from megafrontier.training import trainer as trainer_module
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.callbacks.stragglers import GarbageCollection
-from scripts.benchmarks.shared.measuring import tensor_bytes
 from tests import runs
+from tests.memory import tensor_bytes
 from tests.ranks import run_mesh
 
 READING_OPERATORS = {

@@ -94,13 +94,8 @@ def routings(tokens: int, out: Path) -> dict[str, Tensor]:
         found, loss = natural(tokens)
         print(f"natural: a router trained to a loss of {loss:.2f}", flush=True)
         torch.save(found, path)
-    trained = torch.load(path)
-    return {
-        "uniform": uniform(tokens),
-        "natural": trained,
-        "2 nodes": uniform(tokens, 2),
-        "worst": worst(tokens),
-    }
+    nodes = {"uniform": uniform(tokens), "2 nodes": uniform(tokens, 2)}
+    return nodes | {"natural": torch.load(path), "worst": worst(tokens)}
 
 
 class Bench:
@@ -124,18 +119,10 @@ class Bench:
         self._cluster.links.shape(self.rate / slower)
         path = self._folder / "routing.pt"
         torch.save(chosen, path)
-        options = {
-            "routing": str(path),
-            "method": method,
-            "hidden": str(s.hidden),
-            "compute": str(s.compute),
-        }
-        job = Job(
-            "scripts.benchmarks.experts.ranks:run",
-            str(self._config),
-            steps=s.steps,
-            options=options,
-        )
+        options = {"routing": str(path), "method": method}
+        options |= {"hidden": str(s.hidden), "compute": str(s.compute)}
+        function = "scripts.benchmarks.experts.ranks:run"
+        job = Job(function, str(self._config), steps=s.steps, options=options)
         answers = self._cluster.answers(job, NODES, TIMEOUT_SECONDS)
         steps = [max(seconds) for seconds in zip(*(a["seconds"] for a in answers), strict=True)]
         nodes = [answer["nic_bytes"] for answer in answers[::PER_NODE]]

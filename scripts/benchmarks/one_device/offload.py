@@ -10,7 +10,6 @@ largest model that trains in each way. `--device-gib` limits the device's memory
 card. On a CPU, which has no other memory to offload to, the rows show what the way there costs.
 """
 
-import argparse
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -33,12 +32,13 @@ from scripts.benchmarks.one_device.setting import (
     WEIGHT_DECAY,
     Feed,
     Setting,
-    write_corpus,
+    make_setting,
+    write_corpora,
 )
 from scripts.benchmarks.shared.child import Clock, Finished, Unable, device
-from scripts.benchmarks.shared.measuring import at_least
-from scripts.benchmarks.shared.rounds import Results, Task, add_options, measure
-from scripts.benchmarks.shared.tables import gib, markdown, middle_of, spread
+from scripts.benchmarks.shared.measuring import at_least, make_parser
+from scripts.benchmarks.shared.rounds import Results, Task, add_options, group_tables, measure
+from scripts.benchmarks.shared.tables import gib, middle_of, spread
 
 MODULE = "scripts.benchmarks.one_device.offload"
 ON_GPU = torch.cuda.is_available()
@@ -105,37 +105,28 @@ def group_of(setting: Setting) -> str:
 
 def table(results: Results) -> str:
     """A table for each size, and the largest that each contender trains."""
-    parts, largest = [], dict.fromkeys(CONTENDERS, "none of these")
     head = ["", "step s", "over FSDP2 with CPUOffloadPolicy", "peak GiB", "loss"]
+    largest = dict.fromkeys(CONTENDERS, "none of these")
     for group in results.groups():
-        rows = [_row(results, group, name) for name in results.variants(group)]
-        parts.append(f"## {group}\n\n{markdown(head, rows)}")
-        for name in results.variants(group):
-            if not results.skipped(group, name):
-                largest[name] = group
+        trained = [n for n in results.variants(group) if not results.skipped(group, n)]
+        largest |= dict.fromkeys(trained, group)
+
+    def cells(group: str, name: str) -> list[str]:
+        ratios = results.ratios(group, name, "FSDP2, CPUOffloadPolicy", "step_seconds")
+        return [
+            spread(results.values(group, name, "step_seconds"), ".3f"),
+            middle_of(ratios, ".2f"),
+            gib(results.values(group, name, "peak_bytes")),
+            middle_of(results.values(group, name, "loss"), ".3f"),
+        ]
+
     found = "; ".join(f"{name}: {group}" for name, group in largest.items())
-    return "\n\n".join([*parts, f"Largest that trains: {found}."])
-
-
-def _row(results: Results, group: str, name: str) -> list[str]:
-    skipped = results.skipped(group, name)
-    if skipped:
-        return [name, skipped, "", "", ""]
-    rival = "FSDP2, CPUOffloadPolicy"
-    return [
-        name,
-        spread(results.values(group, name, "step_seconds"), ".3f"),
-        middle_of(results.ratios(group, name, rival, "step_seconds"), ".2f"),
-        gib(results.values(group, name, "peak_bytes")),
-        middle_of(results.values(group, name, "loss"), ".3f"),
-    ]
+    return f"{group_tables(results, head, cells)}\n\nLargest that trains: {found}."
 
 
 def main() -> None:
     """Compare, and print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add_options(parser)
     sizes = ["1.3B", "3B", "7B", "10B", "13B"] if ON_GPU else ["10M"]
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=sizes)
@@ -144,24 +135,17 @@ def main() -> None:
     parser.add_argument("--steps", type=at_least(1), default=5, help="steps that are timed")
     parser.set_defaults(rounds=1)
     arguments = parser.parse_args()
+    precision = "bf16" if ON_GPU else "fp32"
+    settings = [
+        make_setting(arguments.out, name, precision, 2, arguments.steps, arguments.batch)
+        for name in arguments.presets
+    ]
+    write_corpora(settings)
     tasks = []
-    for name in arguments.presets:
-        size = PRESETS[name]
-        corpus = (arguments.out / f"corpus-{size.vocab_size}").resolve()
-        setting = Setting(
-            name,
-            "bf16" if ON_GPU else "fp32",
-            arguments.batch or size.batch,
-            size.sequence_length,
-            2,
-            arguments.steps,
-            str(corpus),
-        )
-        write_corpus(corpus, size.vocab_size)
+    for setting in settings:
+        common = {"setting": asdict(setting), "device_gib": arguments.device_gib}
         for variant, (contender, offloaded) in CONTENDERS.items():
-            options = {"contender": contender, "offloaded": offloaded}
-            options |= {"device_gib": arguments.device_gib}
-            task = {"setting": asdict(setting), **options}
+            task = common | {"contender": contender, "offloaded": offloaded}
             tasks.append(Task(group_of(setting), variant, f"{MODULE}:train", task))
     measure(tasks, arguments, table)
 

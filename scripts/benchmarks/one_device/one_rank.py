@@ -35,9 +35,8 @@ class Plain:
 
     def __init__(self, trainer: Trainer) -> None:
         config = self._config = trainer.config
-        loader = open_loader(
-            config, "train", trainer.mesh.data_rank, trainer.mesh.data_size, trainer.mesh.device
-        )
+        mesh = trainer.mesh
+        loader = open_loader(config, "train", mesh.data_rank, mesh.data_size, mesh.device)
         assert loader is not None
         self._loader, self._step = loader, 0
         self._model = GPT(
@@ -47,7 +46,7 @@ class Plain:
             compile_blocks=trainer.model.is_compiled,
         )
         initialise(self._model, config.run.seed)
-        self._model.to(trainer.mesh.device, DTYPES[config.train.precision])
+        self._model.to(mesh.device, DTYPES[config.train.precision])
         self._optimizer = self._make_optimizer(config)
 
     def _make_optimizer(self, config: Config) -> torch.optim.Optimizer:

@@ -121,16 +121,13 @@ def our_config(
         compile=compiled,
         activation_checkpointing=checkpointing,
     )
-    optimizer = OptimizerConfig(lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
-    schedule = ScheduleConfig(name="constant")
-    data = DataConfig(train=[CorpusConfig(path=setting.corpus)], split=[1.0, 0.0])
     config = Config(
         model=setting.model,
         tokenizer=setting.tokenizer,
-        data=data,
+        data=DataConfig(train=[CorpusConfig(path=setting.corpus)], split=[1.0, 0.0]),
         train=train,
-        optimizer=optimizer,
-        schedule=schedule,
+        optimizer=OptimizerConfig(lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY),
+        schedule=ScheduleConfig(name="constant"),
         partition=PartitionConfig(offload=OffloadConfig("cpu" if offloaded else "none")),
     )
     check(config)

@@ -14,7 +14,6 @@ Each variant runs in a process of its own, in turns, forward and backward togeth
 * start: building the model and the first step, with blocks that are not compiled, and compiled with
   the compiler's cache empty, and full;
 * initial: drawing the initial values of the 1.3B model, with all cores and with one;
-* norm: RMSNorm as torch has it, compiled, and apex's where it is installed;
 * adamw: torch's fused, torch's own loop, and apex's where it is installed;
 * gate, rotary, product: see `pointwise`.
 
@@ -22,13 +21,12 @@ On a GPU in bf16 and at sizes that fill it, on a CPU in fp32. "Added" is the pea
 process held before the part ran: libraries and inputs, for checkpointing libraries alone.
 """
 
-import argparse
-import importlib
 import os
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from math import prod
 from multiprocessing import get_context
 from pathlib import Path
@@ -48,22 +46,22 @@ from megafrontier.model.recompute.checkpointing import Mode
 from megafrontier.optim.adamw import ShardedAdamW
 from scripts.benchmarks.one_device import pointwise
 from scripts.benchmarks.one_device.ours import ours
-from scripts.benchmarks.one_device.setting import PRESETS, Setting, write_corpus
+from scripts.benchmarks.one_device.pointwise import ON_GPU, random
+from scripts.benchmarks.one_device.setting import Setting, make_setting, write_corpora
 from scripts.benchmarks.shared.child import Unable, device, repeat
-from scripts.benchmarks.shared.measuring import at_least
-from scripts.benchmarks.shared.rounds import Results, Task, add_options, chosen, measure
-from scripts.benchmarks.shared.tables import markdown, spread
+from scripts.benchmarks.shared.measuring import at_least, make_parser
+from scripts.benchmarks.shared.rounds import (
+    Results,
+    Task,
+    add_options,
+    chosen,
+    group_tables,
+    measure,
+)
+from scripts.benchmarks.shared.tables import spread
 
 MODULE = "scripts.benchmarks.one_device.parts"
-
-ON_GPU = torch.cuda.is_available()
-DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 WARM_UP, STEPS = (5, 30) if ON_GPU else (1, 3)
-
-
-def random(*shape: int) -> Tensor:
-    """Values of the type and device that are measured, with a gradient."""
-    return torch.randn(shape, device=device(), dtype=DTYPE, requires_grad=True)
 
 
 def loss(variant: str, tokens: int, hidden: int, vocab_size: int) -> dict[str, float]:
@@ -118,37 +116,6 @@ def _attend(
     return work
 
 
-def norm(variant: str, tokens: int, hidden: int) -> dict[str, float]:
-    """RMSNorm of hidden states [tokens, hidden], and back."""
-    states, weight = random(tokens, hidden), random(hidden)
-    grown = torch.randn_like(states)
-    compute = {
-        "torch": lambda: F.rms_norm,
-        "compiled": lambda: torch.compile(F.rms_norm),
-        "apex": _apex_rms_norm,
-    }[variant]()
-
-    def work() -> None:
-        compute(states, (hidden,), weight, 1e-5).backward(grown)
-        states.grad = weight.grad = None
-
-    return repeat(work, WARM_UP, STEPS)
-
-
-def _apex_rms_norm() -> Callable[..., Tensor]:
-    try:
-        fused = importlib.import_module("apex.normalization.fused_layer_norm")
-    except ImportError as error:
-        raise Unable(f"apex: {error}") from error
-    if not ON_GPU:
-        raise Unable("apex needs an accelerator")
-
-    def rms_norm(states: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
-        return fused.fused_rms_norm_affine(states, weight, shape, eps)
-
-    return rms_norm
-
-
 def adamw(fused: str, elements: int) -> dict[str, float]:
     """One update of a flat fp32 shard of so many parameters, two thirds of them decayed."""
     master, gradient = (torch.randn(elements, device=device()) for _ in range(2))
@@ -194,179 +161,111 @@ def initial(cores: int) -> dict[str, float]:
     return repeat(draw, 1, 1)
 
 
-def loss_tasks() -> list[Task]:
-    """Llama's head at the width of 1.3B on a GPU, narrower on a CPU."""
-    sizes = {"tokens": 16384 if ON_GPU else 4096, "hidden": 2048 if ON_GPU else 256}
-    sizes["vocab_size"] = 32000
-    group = f"loss: {sizes['tokens']} tokens, {sizes['hidden']} wide, 32000 ids"
-    variants = {
-        "1024 tokens at a time (ours)": "chunked",
-        "all logits": "plain",
-        "all logits, compiled": "compiled",
+def simple_tasks() -> list[Task]:
+    """Parts without a training step, at sizes that fill the device."""
+    tokens, hidden = (16384, 2048) if ON_GPU else (4096, 256)
+    sizes = {"tokens": tokens, "hidden": hidden, "vocab_size": 32000}
+    row, heads, size = (8192, 16, 128) if ON_GPU else (2048, 4, 64)
+    elements = 350_000_000 if ON_GPU else 10_000_000
+    groups: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+        f"loss: {tokens} tokens, {hidden} wide, 32000 ids": (
+            "loss",
+            {
+                "1024 tokens at a time (ours)": {"variant": "chunked", **sizes},
+                "all logits": {"variant": "plain", **sizes},
+                "all logits, compiled": {"variant": "compiled", **sizes},
+            },
+        ),
+        "initial values of 1.3B": (
+            "initial",
+            {"all cores": {"cores": 0}, "one core": {"cores": 1}},
+        ),
+        f"adamw: {elements // 1_000_000}M parameters": (
+            "adamw",
+            {
+                "torch, fused": {"fused": "torch", "elements": elements},
+                "torch, not fused": {"fused": "none", "elements": elements},
+                "apex": {"fused": "apex", "elements": elements},
+            },
+        ),
     }
-    return [
-        Task(group, name, f"{MODULE}:loss", {"variant": variant, **sizes})
-        for name, variant in variants.items()
-    ]
-
-
-def document_tasks() -> list[Task]:
-    """From many short documents to one that fills the row."""
-    sizes = {"row": 8192, "heads": 16, "size": 128} if ON_GPU else {"row": 2048, "heads": 4}
-    sizes.setdefault("size", 64)
     variants = {"starts (ours)": "starts", "dense mask": "dense mask", "whole row": "causal"}
+    for length in (128, 512, row):  # from many short documents to one that fills the row
+        shape = {"length": length, "row": row, "heads": heads, "size": size}
+        rows = {name: {"variant": variant, **shape} for name, variant in variants.items()}
+        groups[f"documents of {length} in {row} tokens"] = "attention", rows
     return [
-        Task(
-            f"documents of {length} in {sizes['row']} tokens",
-            name,
-            f"{MODULE}:attention",
-            {"variant": variant, "length": length, **sizes},
-        )
-        for length in (128, 512, sizes["row"])
-        for name, variant in variants.items()
+        Task(group, name, f"{MODULE}:{function}", options)
+        for group, (function, rows) in groups.items()
+        for name, options in rows.items()
     ]
 
 
-def checkpointing_tasks(out: Path, rows: int) -> list[Task]:
-    """Whole steps of one preset, with long enough rows for activations to matter."""
-    setting = replace(_setting(out, WARM_UP, STEPS), batch=rows)
+def step_tasks(out: Path, rows: int) -> list[Task]:
+    """Whole steps of one preset, with long enough rows for activations to matter, and first
+    steps."""
+    preset, precision, length = ("350M", "bf16", 2048) if ON_GPU else ("10M", "fp32", 256)
+    make = partial(make_setting, out, preset, precision, sequence_length=length)
+    setting, first = make(WARM_UP, STEPS, batch=rows), make(1, 1, batch=16)
     modes = [mode for mode in get_args(Mode) if ON_GPU or mode != "offload"]  # on a CPU it is block
     variants: dict[str, dict[str, Any]] = {mode: {"checkpointing": mode} for mode in modes}
     variants |= {f"auto at {share:.0%}": {"share": share} for share in (0.35, 0.75)}
-    return [
-        Task(
-            f"checkpointing{', compiled' * compiled}: {_named(setting)}",
-            name,
-            "scripts.benchmarks.one_device.ours:ours",
-            {"setting": asdict(setting), "compiled": compiled, **options},
-        )
-        for compiled in (False, True)
-        for name, options in variants.items()
-    ]
-
-
-def start_tasks(out: Path) -> list[Task]:
-    """First steps of the same."""
-    setting = _setting(out, 1, 1)
-    variants: dict[str, dict[str, bool]] = {
+    tasks = []
+    for compiled in (False, True):
+        group = f"checkpointing{', compiled' * compiled}: {_named(setting)}"
+        for name, options in variants.items():
+            arguments = {"setting": asdict(setting), "compiled": compiled, **options}
+            tasks.append(Task(group, name, "scripts.benchmarks.one_device.ours:ours", arguments))
+    starts = {
         "not compiled": {"compiled": False},
         "compiled, cache empty": {"compiled": True},
         "compiled, cache full": {"compiled": True, "cached": True},
     }
-    return [
-        Task(
-            f"start: {_named(setting)}",
-            name,
-            f"{MODULE}:start",
-            {"setting": asdict(setting), **options},
-        )
-        for name, options in variants.items()
-    ]
-
-
-def initial_tasks() -> list[Task]:
-    """With threads and without."""
-    counts = {"all cores": 0, "one core": 1}
-    return [
-        Task("initial values of 1.3B", name, f"{MODULE}:initial", {"cores": cores})
-        for name, cores in counts.items()
-    ]
-
-
-def _setting(out: Path, warm_up: int, steps: int) -> Setting:
-    preset, precision = ("350M", "bf16") if ON_GPU else ("10M", "fp32")
-    corpus = (out / f"corpus-{PRESETS[preset].vocab_size}").resolve()
-    rows, length = (16, 2048) if ON_GPU else (16, 256)
-    return Setting(preset, precision, rows, length, warm_up, steps, str(corpus))
+    for name, options in starts.items():
+        arguments = {"setting": asdict(first), **options}
+        tasks.append(Task(f"start: {_named(first)}", name, f"{MODULE}:start", arguments))
+    return tasks
 
 
 def _named(setting: Setting) -> str:
     return f"{setting.preset}, {setting.batch} × {setting.sequence_length} tokens"
 
 
-def norm_tasks() -> list[Task]:
-    """A micro-batch of 1.3B's width on a GPU, of 10M's on a CPU."""
-    sizes = {"tokens": 16384, "hidden": 2048} if ON_GPU else {"tokens": 4096, "hidden": 320}
-    return [
-        Task(
-            f"norm: {sizes['tokens']} tokens of width {sizes['hidden']}",
-            name,
-            f"{MODULE}:norm",
-            {"variant": name, **sizes},
-        )
-        for name in ("torch", "compiled", "apex")
-    ]
-
-
-def adamw_tasks() -> list[Task]:
-    """A shard of many parameters."""
-    elements = 350_000_000 if ON_GPU else 10_000_000
-    names = {"torch": "torch, fused", "none": "torch, not fused", "apex": "apex"}
-    return [
-        Task(
-            f"adamw: {elements // 1_000_000}M parameters",
-            name,
-            f"{MODULE}:adamw",
-            {"fused": fused, "elements": elements},
-        )
-        for fused, name in names.items()
-    ]
-
-
 def table(results: Results) -> str:
     """A table for each group, times over the first row's."""
-    return "\n\n".join(_group_table(results, group) for group in results.groups())
-
-
-def _group_table(results: Results, group: str) -> str:
     head = ["", "ms", "time over the first's", "CPU ms", "added MiB"]
-    rows = [_row(results, group, name) for name in results.variants(group)]
-    return f"## {group}\n\n{markdown(head, rows)}"
 
+    def cells(group: str, name: str) -> list[str]:
+        seconds, peaks, baselines, cpu = (
+            results.values(group, name, figure)
+            for figure in ("step_seconds", "peak_bytes", "idle_bytes", "cpu_seconds")
+        )
+        first = results.values(group, results.variants(group)[0], "step_seconds")
+        added = [(peak - held) / 2**20 for peak, held in zip(peaks, baselines, strict=True)]
+        return [
+            spread([1e3 * value for value in seconds], ",.2f"),
+            f"{statistics.median(seconds) / statistics.median(first):.2f}" if first else "",
+            spread([1e3 * value for value in cpu], ",.0f"),
+            spread(added),
+        ]
 
-def _row(results: Results, group: str, name: str) -> list[str]:
-    skipped = results.skipped(group, name)
-    if skipped:
-        return [name, skipped, "", "", ""]
-    seconds = results.values(group, name, "step_seconds")
-    first = results.values(group, results.variants(group)[0], "step_seconds")
-    peaks, baselines = (results.values(group, name, f"{which}_bytes") for which in ("peak", "idle"))
-    added = [(peak - before) / 2**20 for peak, before in zip(peaks, baselines, strict=True)]
-    return [
-        name,
-        spread([1e3 * value for value in seconds], ",.2f"),
-        f"{statistics.median(seconds) / statistics.median(first):.2f}" if first else "",
-        spread([1e3 * value for value in results.values(group, name, "cpu_seconds")], ",.0f"),
-        spread(added),
-    ]
+    return group_tables(results, head, cells)
 
 
 def main() -> None:
     """Measure, and print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add_options(parser)
     parser.add_argument(
         "--rows", type=at_least(1), default=16, help="sequences of a step, for checkpointing"
     )
     arguments = parser.parse_args()
-    tasks = [
-        *loss_tasks(),
-        *document_tasks(),
-        *checkpointing_tasks(arguments.out, arguments.rows),
-        *start_tasks(arguments.out),
-        *initial_tasks(),
-        *norm_tasks(),
-        *adamw_tasks(),
-        *pointwise.tasks(),
-    ]
+    steps = step_tasks(arguments.out, arguments.rows)
+    tasks = [*simple_tasks(), *steps, *pointwise.tasks()]
     with exit_on_fatal_error("parts"):
         wanted = chosen(tasks, arguments)
-    for task in wanted:
-        if "setting" in task.arguments:
-            setting = Setting(**task.arguments["setting"])
-            write_corpus(Path(setting.corpus), setting.model.vocab_size)
+    settings = [task.arguments["setting"] for task in wanted if "setting" in task.arguments]
+    write_corpora(Setting(**each) for each in settings)
     measure(tasks, arguments, table)
 
 

@@ -25,13 +25,14 @@ COUNTS = (5, 30) if ON_GPU else (2, 20)
 """Warm-up and steps."""
 
 
-def _random(*shape: int) -> Tensor:
+def random(*shape: int) -> Tensor:
+    """Values of the type and device that are measured, with a gradient."""
     return torch.randn(shape, device=device(), dtype=DTYPE, requires_grad=True)
 
 
 def gate(form: str, is_compiled: bool, tokens: int, width: int) -> dict[str, float]:
     """SwiGLU of [tokens, 2 · width], and back."""
-    raised = _random(tokens, 2 * width)
+    raised = random(tokens, 2 * width)
     by_output = torch.randn(tokens, width, device=device(), dtype=DTYPE)
     function = {"ours": lambda x: activate(x, "swiglu"), "plain": _plain_gate}[form]
     return _forward_and_back(function, is_compiled, raised, by_output)
@@ -47,7 +48,7 @@ def rotary(
 ) -> dict[str, float]:
     """Queries, keys and values [batch, length, 3 · heads · size] as attention gets them, and
     back."""
-    projected = _random(batch, length, 3 * heads * size)
+    projected = random(batch, length, 3 * heads * size)
     tables = rotary_tables(torch.arange(length, device=device())[None], size, 10000.0)
     shape = 3, batch, length, heads, size
     by_output = torch.randn(shape, device=device(), dtype=DTYPE)
@@ -80,7 +81,7 @@ def _forward_and_back(
 def product(form: str, tokens: int, rows: int, hidden: int) -> dict[str, float]:
     """The gradient of [rows, hidden] of a chunk of tokens, added to a sum in fp32."""
     total = torch.zeros(rows, hidden, device=device())
-    error, states = _random(tokens, rows).detach(), _random(tokens, hidden).detach()
+    error, states = random(tokens, rows).detach(), random(tokens, hidden).detach()
     if form == "ours":
         if not _adds_products(error.device, DTYPE) and DTYPE is not torch.float32:
             raise Unable("products of this device cannot be added to an fp32 matrix")

@@ -8,12 +8,11 @@ profiler, and 3 profiled ones. The floor is the time of the kernels of matrix pr
 attention; the busy share is the part of a step during which any kernel runs.
 """
 
-import argparse
+import statistics
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing, suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +27,9 @@ from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer, build_trainer
 from scripts.benchmarks.one_device.kernels import FLOOR, KINDS, kind_of
 from scripts.benchmarks.one_device.ours import our_config
-from scripts.benchmarks.one_device.setting import PRESETS, Setting, write_corpus
+from scripts.benchmarks.one_device.setting import PRESETS, Setting, make_setting, write_corpora
 from scripts.benchmarks.shared.child import Clock, Finished, synchronise
-from scripts.benchmarks.shared.measuring import at_least
+from scripts.benchmarks.shared.measuring import at_least, make_parser
 from scripts.benchmarks.shared.rounds import Results, Task, add_options, measure
 from scripts.benchmarks.shared.tables import markdown, spread
 
@@ -40,6 +39,8 @@ BARS = {"1.3B": 1.22, "350M": 1.25, "125M": 1.35}
 """The largest ratio of a step to its floor that we aim at, on an H100."""
 UNKNOWN = "unknown: "
 ON_GPU = torch.cuda.is_available()
+PRECISION = "bf16" if ON_GPU else "fp32"
+FUNCTION = "scripts.benchmarks.one_device.profile_step:profiled"
 
 
 def profiled(setting: dict[str, Any], compiled: bool) -> dict[str, float]:
@@ -126,10 +127,8 @@ def _group_table(results: Results, group: str) -> str:
     if skipped:
         return f"## {group}\n\n{skipped}"
     turns = [turn for turn in results.turns if turn.group == group and turn.values]
-    rows = [
-        [kind, _spread(turns, kind), f"{_middle(turns, kind) / _middle(turns, 'step_seconds'):.1%}"]
-        for kind in KINDS
-    ]
+    step = _middle(turns, "step_seconds")
+    rows = [[kind, _spread(turns, kind), f"{_middle(turns, kind) / step:.1%}"] for kind in KINDS]
     body = markdown(["kernels, " + variant, "ms a step", "of the step"], rows)
     return f"## {group}\n\n{_summary(turns)}\n\n{body}{_unknown(turns)}"
 
@@ -158,15 +157,12 @@ def _spread(turns: list[Any], name: str) -> str:
 
 
 def _middle(turns: list[Any], name: str) -> float:
-    values = sorted(turn.values[name] for turn in turns)
-    return float(values[len(values) // 2])
+    return statistics.median_high(turn.values[name] for turn in turns)
 
 
 def main() -> None:
     """Profile, and print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add_options(parser)
     parser.set_defaults(rounds=1)
     default = ["125M", "350M", "1.3B"] if ON_GPU else ["10M"]
@@ -177,28 +173,17 @@ def main() -> None:
     arguments = parser.parse_args()
     # On a CPU the profiler does not see into compiled code.
     compiled = ON_GPU and not arguments.eager
+    settings = [
+        make_setting(arguments.out, name, PRECISION, arguments.warm_up, arguments.steps)
+        for name in arguments.presets
+    ]
+    write_corpora(settings)
+    variant = "compiled" if compiled else "eager"
     tasks = [
-        _task(arguments, PRESETS[name].vocab_size, name, compiled) for name in arguments.presets
+        Task(each.group, variant, FUNCTION, {"setting": asdict(each), "compiled": compiled})
+        for each in settings
     ]
     measure(tasks, arguments, table)
-
-
-def _task(arguments: argparse.Namespace, vocab_size: int, preset: str, compiled: bool) -> Task:
-    corpus, size = (arguments.out / f"corpus-{vocab_size}").resolve(), PRESETS[preset]
-    write_corpus(Path(corpus), vocab_size)
-    setting = Setting(
-        preset,
-        "bf16" if ON_GPU else "fp32",
-        size.batch,
-        size.sequence_length,
-        arguments.warm_up,
-        arguments.steps,
-        str(corpus),
-    )
-    group = f"{preset}, {setting.precision}, {setting.batch} × {setting.sequence_length} tokens"
-    options = {"setting": asdict(setting), "compiled": compiled}
-    function = "scripts.benchmarks.one_device.profile_step:profiled"
-    return Task(group, "compiled" if compiled else "eager", function, options)
 
 
 if __name__ == "__main__":

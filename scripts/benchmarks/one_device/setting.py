@@ -77,6 +77,11 @@ class Setting:
         )
 
     @property
+    def group(self) -> str:
+        """What rows that are compared with each other have in common."""
+        return f"{self.preset}, {self.precision}, {self.batch} × {self.sequence_length} tokens"
+
+    @property
     def tokens(self) -> int:
         """Of a step."""
         return self.batch * self.sequence_length
@@ -92,31 +97,46 @@ class Setting:
         return self.precision != "fp32"
 
 
+def make_setting(
+    out: Path,
+    preset: str,
+    precision: str,
+    warm_up: int,
+    steps: int,
+    batch: int | None = None,
+    sequence_length: int | None = None,
+) -> Setting:
+    """A setting whose corpus is in `out`, with the preset's own sizes where none are given."""
+    size = PRESETS[preset]
+    return Setting(
+        preset,
+        precision,
+        batch or size.batch,
+        sequence_length or size.sequence_length,
+        warm_up,
+        steps,
+        str((out / f"corpus-{size.vocab_size}").resolve()),
+    )
+
+
+def write_corpora(settings: Iterable[Setting]) -> None:
+    """Write the corpora that are not there yet."""
+    for setting in settings:
+        write_corpus(Path(setting.corpus), setting.model.vocab_size)
+
+
 def write_corpus(prefix: Path, vocab_size: int) -> None:
     """16 Mi seeded ids, small ones more often as in language; nothing if it is there already."""
 
-    def documents() -> Iterator[tuple[NDArray, NDArray]]:
-        draws = np.random.default_rng(0).random(CORPUS_TOKENS, np.float32)
-        sizes = np.full(CORPUS_TOKENS // _DOCUMENT_TOKENS, _DOCUMENT_TOKENS)
-        yield draws**3 * vocab_size, sizes
-
-    write_documents(prefix, vocab_size, documents())
-
-
-def write_documents(
-    prefix: Path, vocab_size: int, parts: Iterable[tuple[NDArray, NDArray]]
-) -> None:
-    """A corpus of whole documents, if it is not there already, and a tokenizer that has its ids. Of
-    each part the ids of its documents, one after the other, and their sizes."""
     write_tokenizer(tokenizer_of(str(prefix)), vocab_size)
     if prefix.with_name(f"{prefix.name}.idx").is_file():
         return
     dtype = token_dtype(vocab_size)
+    ids = np.random.default_rng(0).random(CORPUS_TOKENS, np.float32) ** 3 * vocab_size
+    sizes = np.full(CORPUS_TOKENS // _DOCUMENT_TOKENS, _DOCUMENT_TOKENS, np.int32)
+    yes = np.ones(len(sizes), bool)
     with CorpusWriter(prefix, dtype) as corpus:
-        writer = DocumentWriter(corpus)
-        for ids, sizes in parts:
-            yes = np.ones(len(sizes), bool)
-            writer.write_chunks(ids.astype(dtype), sizes.astype(np.int32), yes, ~yes)
+        DocumentWriter(corpus).write_chunks(ids.astype(dtype), sizes, yes, ~yes)
         corpus.publish()
 
 

@@ -64,22 +64,19 @@ def overrides_of(name: str, accumulation: int) -> tuple[str, ...]:
     return (*SETTING, f"train.global_batch={batch}", *ROWS[name])
 
 
-class Measured:
+def read_measured(out: Path) -> dict[str, Any]:
     """OUT/measured.json: a machine file for each rate, and steps."""
-
-    def __init__(self, out: Path) -> None:
-        self._path = out / "measured.json"
-        empty: dict[str, Any] = {"machines": {}, "rows": []}
-        self.found = json.loads(self._path.read_text()) if self._path.exists() else empty
-
-    def write(self) -> None:
-        """Write the file."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(self.found, indent=1))
+    path = out / "measured.json"
+    return json.loads(path.read_text()) if path.exists() else {"machines": {}, "rows": []}
 
 
-def measure(measured: Measured, s: argparse.Namespace) -> None:
-    """Add the probe and the rows of each rate."""
+def measure(measured: dict[str, Any], s: argparse.Namespace) -> None:
+    """Add the probe and the rows of each rate, and write them."""
+
+    def write() -> None:
+        s.out.mkdir(parents=True, exist_ok=True)
+        (s.out / "measured.json").write_text(json.dumps(measured, indent=1))
+
     with open_cluster("accuracy", NODES, PER_NODE) as (cluster, folder):
         config = write_inputs(folder)
 
@@ -89,26 +86,26 @@ def measure(measured: Measured, s: argparse.Namespace) -> None:
             job = Job("scripts.benchmarks.planning.probing:run", config, SETTING, options=options)
             return machine_of(cluster.answers(job, NODES, TIMEOUT_SECONDS))
 
-        if "local" not in measured.found:
-            measured.found["local"] = probe(FAST, LONG)
-            measured.write()
+        if "local" not in measured:
+            measured["local"] = probe(FAST, LONG)
+            write()
         for slower in s.slower:
             rate = FULL_RATE / slower
             world = probe(rate, rate / PER_NODE * PROBE_SECONDS)["levels"]["world"]
-            local = measured.found["local"]
+            local = measured["local"]
             machine = {**local, "levels": local["levels"] | {"world": world}}
-            measured.found["machines"][f"{slower:g}"] = machine
+            measured["machines"][f"{slower:g}"] = machine
             for accumulation, name in product(s.accumulation, s.rows):
                 overrides = overrides_of(name, accumulation)
                 job = Job(OURS, config, overrides, s.steps, block_seconds=BLOCK_SECONDS)
                 answers = cluster.run(job, NODES, TIMEOUT_SECONDS)
                 seconds = median_step(answers)
                 row = {"name": name, "slower": slower, "accumulation": accumulation}
-                known = measured.found["rows"]
+                known = measured["rows"]
                 known[:] = [r for r in known if {k: r[k] for k in row} != row]
                 known.append(row | {"seconds": seconds, "others_cores": others_cores(answers)})
                 print(row, f"{seconds:.3f} s", flush=True)
-                measured.write()
+                write()
 
 
 def machine_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -200,13 +197,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     settings = parser.parse_args()
     torch.set_num_threads(1)
-    measured = Measured(settings.out)
+    measured = read_measured(settings.out)
     if settings.measure:
         measure(measured, settings)
     else:
         is_own = settings.results is None
-        local = measured.found["local"]
-        found = table(measured.found if is_own else recorded(settings.results, local))
+        local = measured["local"]
+        found = table(measured if is_own else recorded(settings.results, local))
         (settings.out / ("table.md" if is_own else "recorded.md")).write_text(found + "\n")
         print(found.splitlines()[-1])
 

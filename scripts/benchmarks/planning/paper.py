@@ -10,7 +10,6 @@ and int4) and the paper's placement (weights pair, gradients node, optimizer wor
 wires) go by level.
 """
 
-import argparse
 import json
 from dataclasses import asdict, dataclass
 
@@ -19,6 +18,7 @@ import torch
 from megafrontier.config import load_config, load_machine
 from megafrontier.planner.layers import simulate_blocks
 from megafrontier.training.plan import resolve_plan
+from scripts.benchmarks.shared.measuring import make_parser
 
 CONFIG = "configs/gpt-20b.yaml"
 GCDS, FEWEST = 384, 16
@@ -47,10 +47,8 @@ class Assumed:
             f"latency_microseconds: {self.latency}}}"
         )
         device = asdict(load_machine("frontier").device)
-        link = {
-            "gigabytes_per_second": NODE_RATE * self.share,
-            "latency_microseconds": self.latency,
-        }
+        rate = NODE_RATE * self.share
+        link = {"gigabytes_per_second": rate, "latency_microseconds": self.latency}
         ring = f"machine={json.dumps({'levels': {'world': link}, 'device': device})}"
         overrides = {
             "zero3": ("partition.strategy=zero3", ring),
@@ -81,9 +79,7 @@ ROWS = (
 
 def main() -> None:
     """Print the table."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    make_parser(__doc__).parse_args()
     torch.set_num_threads(1)
     print("| assumed | ZeRO-3 | ZeRO++ | paper's | ZeRO++ over ZeRO-3 | paper's over ZeRO++ | "
           f"efficiency {FEWEST} → {GCDS} |\n|---|---:|---:|---:|---:|---:|---:|")  # fmt: skip

@@ -5,14 +5,12 @@
 Writes FOLDER/plan-scaling.png and FOLDER/plan-timeline.png.
 """
 
-import argparse
 import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,8 +21,10 @@ from megafrontier.planner.simulation.clock import COMPUTE, Bar
 from megafrontier.planner.simulation.meter import running_meter
 from megafrontier.planner.simulation.rank import Simulated, run_rank
 from megafrontier.planner.simulation.rates import Rates
-from megafrontier.report.draw import level_colours, pyplot, run_look
+from megafrontier.report.draw import pyplot, run_look
 from megafrontier.training.plan import resolve_plan
+from scripts.benchmarks.shared.measuring import make_parser
+from scripts.benchmarks.shared.pictures import timeline_panel
 
 CONFIG = "configs/gpt-20b.yaml"
 NODES = (1, 8, 64, 512, 2048, 9408)
@@ -37,21 +37,13 @@ STRATEGIES = {
     "zero2": ("partition.strategy=zero2",),
     "topo": ("partition.strategy=topo",),
     "topo, wires low": ("partition.strategy=topo", "partition.wires=low"),
-    "the same, frontier-large": (
-        "partition.strategy=topo",
-        "partition.wires=low",
-        "machine=frontier-large",
-    ),
 }
+STRATEGIES["the same, frontier-large"] = (*STRATEGIES["topo, wires low"], "machine=frontier-large")
 SHARES = (1.0, 0.25)
 """Of the NICs' rate that collectives reach."""
 NIC_RATE = 12.5
-TIMELINES = {
-    "zero3": STRATEGIES["zero3"],
-    "topo": STRATEGIES["topo"],
-    "topo, wires low": STRATEGIES["topo, wires low"],
-}
-COMPUTE_COLOUR = "#BBBBBB"
+TIMELINES = ("zero3", "topo", "topo, wires low")
+ROWS = (COMPUTE, "pair", "node", "world")
 
 
 def config_of(strategy: Sequence[str], ranks: int, *more: str) -> Config:
@@ -105,8 +97,10 @@ def draw_speed(path: Path) -> None:
     figure.savefig(path)
 
 
-def bars_of(strategy: Sequence[str], nodes: int) -> tuple[list[Bar], float]:
-    """What a rank does in a step, from its begin, and its seconds."""
+def bars_of(
+    strategy: Sequence[str], nodes: int
+) -> tuple[dict[str, list[tuple[float, float]]], float]:
+    """What a rank does in a step, by row from the step's begin to its end, and its seconds."""
     ranks = nodes * PER_NODE
     config = config_of(
         strategy,
@@ -124,44 +118,32 @@ def bars_of(strategy: Sequence[str], nodes: int) -> tuple[list[Bar], float]:
 
     first, *_, last = run_rank(config, plan, Rates.of(plan.machine), 0, 1, record).marks
     begin, end = first["seconds"], last["seconds"]
-    shown = [(row, start - begin, length) for row, start, length in bars if start + length > begin]
+    shown: dict[str, list[tuple[float, float]]] = {row: [] for row in ROWS}
+    for row, start, length in bars:
+        first, last = max(start, begin), min(start + length, end)
+        if last > first:
+            shown[row].append((first - begin, last - first))
     return shown, end - begin
 
 
 def draw_timeline(path: Path, nodes: int = 48) -> None:
     """A panel for each strategy: a row for the computation, and one for each level."""
-    found = {name: bars_of(strategy, nodes) for name, strategy in TIMELINES.items()}
+    found = {name: bars_of(STRATEGIES[name], nodes) for name in TIMELINES}
     longest = max(seconds for _, seconds in found.values())
     figure, axes = pyplot().subplots(
         len(found), figsize=(10, 1.6 * len(found) + 0.5), sharex=True, layout="constrained"
     )
     for axis, (name, (bars, seconds)) in zip(axes, found.items(), strict=True):
-        panel(axis, f"{name}: {seconds:.2f} s", bars, seconds)
+        timeline_panel(axis, f"{name}: {seconds:.2f} s", bars, COMPUTE)
+        axis.axvline(seconds, color="black", linewidth=0.8)
     axes[-1].set_xlim(0, longest)
     axes[-1].set_xlabel("seconds")
     figure.savefig(path)
 
 
-def panel(axis: Any, title: str, bars: Sequence[Bar], seconds: float) -> None:
-    """One timeline, up to the end of the step."""
-    levels = ["pair", "node", "world"]
-    colours = level_colours(levels) | {COMPUTE: COMPUTE_COLOUR}
-    for place, row in enumerate((COMPUTE, *levels)):
-        spans = [(max(at, 0.0), min(at + of, seconds)) for name, at, of in bars if name == row]
-        lengths = [(at, end - at) for at, end in spans if end > at]
-        axis.broken_barh(lengths, (place - 0.4, 0.8), color=colours[row], linewidth=0)
-    axis.set_yticks(range(len(levels) + 1), [COMPUTE, *levels])
-    axis.set_ylim(len(levels) + 0.5, -0.5)
-    axis.axvline(seconds, color="black", linewidth=0.8)
-    axis.grid(axis="y", visible=False)
-    axis.set_title(title)
-
-
 def main() -> None:
     """Draw both."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     torch.set_num_threads(1)

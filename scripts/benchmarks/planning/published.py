@@ -32,11 +32,8 @@ def megatron_flops(model: ModelConfig) -> float:
     (Narayanan et al. 2021, arXiv:2104.04473, section 3.5)."""
     layers, hidden = model.layers, model.hidden
     blocks = 96 * layers * hidden**2
-    attention, head = (
-        model.sequence_length / (6 * hidden),
-        model.vocab_size / (16 * layers * hidden),
-    )
-    return blocks * (1 + attention + head)
+    head = model.vocab_size / (16 * layers * hidden)
+    return blocks * (1 + model.sequence_length / (6 * hidden) + head)
 
 
 def torchtitan_flops(model: ModelConfig) -> float:
@@ -65,24 +62,19 @@ class Row:
         config = load_config(path, self.overrides)
         plan = resolve_plan(config, self.devices)
         is_pipeline = plan.division.ranks > 1
-        step = (
-            simulate(config, plan, micro_batches=4)
-            if is_pipeline
-            else simulate_blocks(config, plan)
-        )
+        if is_pipeline:
+            step = simulate(config, plan, micro_batches=4)
+        else:
+            step = simulate_blocks(config, plan)
         rate = step.tokens_per_second / self.devices * self.flops(config.model) / 1e12
         return rate, f"{step.seconds:.1f} s a step, bubble {step.bubble:.0%}, limit {step.limit}"
 
 
 def gpt(layers: int, hidden: int, heads: int) -> tuple[str, ...]:
     """A GPT of GPT-3's shape with sequences of 2,048."""
-    return (
-        f"model.layers={layers}",
-        f"model.hidden={hidden}",
-        f"model.heads={heads}",
-        "model.sequence_length=2048",
-        "model.vocab_size=51200",
-    )
+    shape = {"layers": layers, "hidden": hidden, "heads": heads}
+    shape |= {"sequence_length": 2048, "vocab_size": 51200}
+    return tuple(f"model.{key}={value}" for key, value in shape.items())
 
 
 def pipeline(tensor: int, stages: int, micro_batch: int, batch: int) -> tuple[str, ...]:
@@ -113,7 +105,12 @@ LLAMA_8B = (
 )
 LUMI_RATES = {16: 67.0, 32: 64.3, 64: 59.6, 128: 52.9, 256: 40.3}
 GPT_175B = gpt(96, 12288, 96)
-LUMI_175B = gpt(70, 14336, 112)
+LUMI_LAYOUT = (
+    *gpt(70, 14336, 112),
+    *pipeline(8, 8, 2, 1024),
+    "partition.strategy=ddp",
+    "partition.wires.reduce={pair: fp32, node: fp32, world: fp32}",
+)
 ROWS = (
     Row(
         "8B, FSDP2",
@@ -143,17 +140,13 @@ ROWS = (
     Row("1T, TP8 × PP64", 1024, 61.2, (*gpt(128, 25600, 128), *pipeline(8, 64, 1, 3200)),
         "batch 3,200 on 128 nodes"),
     *(
-        Row(f"LUMI 175B, {nodes} nodes", 8 * nodes, rate,
-            (*LUMI_175B, *pipeline(8, 8, 2, 1024), "partition.strategy=ddp",
-             "partition.wires.reduce={pair: fp32, node: fp32, world: fp32}"),
+        Row(f"LUMI 175B, {nodes} nodes", 8 * nodes, rate, LUMI_LAYOUT,
             "TP8 × PP8, batch 1,024, micro-batch 2, ZeRO-0, gradients sent in fp32")
         for nodes, rate in LUMI_RATES.items()
     ),
     *(
         Row(f"the same, {nodes} nodes", 8 * nodes, LUMI_RATES[nodes],
-            (*LUMI_175B, *pipeline(8, 8, 2, 1024), "partition.strategy=ddp",
-             "partition.wires.reduce={pair: fp32, node: fp32, world: fp32}",
-             "machine.levels.world.gigabytes_per_second=3.125"),
+            (*LUMI_LAYOUT, "machine.levels.world.gigabytes_per_second=3.125"),
             "and RCCL reaches a quarter of the NICs")
         for nodes in (16, 128, 256)
     ),

@@ -8,7 +8,6 @@ which each token follows from the one before. A change is the root mean square o
 from the activations before the first step. The picture shows it after one step and after the last.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from math import log2
@@ -25,7 +24,7 @@ from megafrontier.model.init import initialise
 from megafrontier.optim.groups import OptimizerGroups
 from megafrontier.parallel.param_spec import spec_of
 from megafrontier.report.draw import pyplot
-from scripts.benchmarks.shared.measuring import in_a_folder
+from scripts.benchmarks.shared.measuring import in_a_folder, make_parser
 
 WIDTHS, DEPTHS = (64, 128, 256, 512), (2, 4, 8, 16)
 STEPS, RATE = 10, 4e-3
@@ -143,7 +142,7 @@ def _draw_panel(panel: Any, sizes: Sequence[int], changes: Sequence[Changes]) ->
 
 def main() -> None:
     """Measure all models, print the slopes, and draw the picture."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__)
     default = Path("docs/images/coordinate-check.png")
     parser.add_argument("--out", type=in_a_folder, default=default)
     arguments = parser.parse_args()
@@ -152,8 +151,9 @@ def main() -> None:
         "depth (layers)": (DEPTHS, [(BASE.hidden, depth) for depth in DEPTHS]),
     }
     rows = {}
-    print("| size | scaling | activation | step | " + "change with each size | exponent |")
-    print("|---" * 6 + "|")
+    print(
+        f"| size | scaling | activation | step | change with each size | exponent |\n{'|---' * 6}|"
+    )
     for what, (sizes, pairs) in shapes.items():
         columns = {}
         for title, scaling in (("no scaling", None), ("completep", SCALING)):

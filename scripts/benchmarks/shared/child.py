@@ -5,7 +5,6 @@ rounds.py starts it as: python rounds_child.py MODULE:FUNCTION ANSWER ARGUMENTS
 
 import importlib
 import json
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -86,26 +85,6 @@ class Clock:
             "peak_bytes": peak_bytes(),
             "idle_bytes": self._held,
         }
-
-
-class Span:
-    """Seconds of a `with` block: on the wall, and of all cores, those of processes that it started
-    and that have ended included. On a shared machine the latter drift less."""
-
-    def __enter__(self) -> "Span":
-        synchronise()
-        self._begin = time.perf_counter(), _cpu_seconds()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        synchronise()
-        self.seconds = time.perf_counter() - self._begin[0]
-        self.cpu_seconds = _cpu_seconds() - self._begin[1]
-
-
-def _cpu_seconds() -> float:
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def repeat(work: Callable[[], object], warm_up: int, steps: int) -> dict[str, float]:

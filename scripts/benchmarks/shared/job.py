@@ -60,8 +60,6 @@ class Answer:
     memory_bytes: int
     """Peak resident memory above what the process was forked with."""
     loss: float
-    kinds: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Bytes, seconds and hidden seconds of a step by kind, over all levels."""
 
 
 def step_seconds(

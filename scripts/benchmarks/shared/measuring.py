@@ -1,7 +1,6 @@
 """What benchmarks and tests ask the system and the process they run in."""
 
 import argparse
-import gc
 import os
 import platform
 import secrets
@@ -107,14 +106,3 @@ def resident_bytes(field: str = "VmRSS") -> int:
     """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
-def tensor_bytes() -> int:
-    """Bytes of the distinct storages of all tensors alive in this process: those in cycles too,
-    unless `gc.collect` was called before."""
-    storages = {}
-    for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and not thing.is_meta:
-            storage = thing.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())

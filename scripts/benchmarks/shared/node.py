@@ -94,8 +94,8 @@ def main() -> None:
     for line in sys.stdin:
         values: dict[str, Any] = json.loads(line)
         job = Job(**values)
-        module = importlib.import_module(job.function.partition(":")[0])
-        getattr(module, "prepare", lambda: None)()
+        body = importlib.import_module(job.function.partition(":")[0])
+        getattr(body, "prepare", lambda: None)()
         gc.freeze()  # so that the ranks' collectors leave our pages shared
         ranks = {fork_rank(job, node, local, per_node) for local in range(per_node)}
         print(json.dumps({"code": wait_for(ranks)}), flush=True)

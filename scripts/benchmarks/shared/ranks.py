@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megafrontier.comm.ledger import KINDS, Trace
+from megafrontier.comm.ledger import Trace
 from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.comm.wires.wire import Wires
 from megafrontier.config import Config, load_config
@@ -25,7 +25,7 @@ from megafrontier.training.loop import train_step
 from megafrontier.training.plan import RunPlan
 from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer, build_trainer, open_loader
-from scripts.benchmarks.shared.device import occupy, occupy_products
+from scripts.benchmarks.shared.device import occupy
 from scripts.benchmarks.shared.job import Answer, Job
 from scripts.benchmarks.shared.links import machine_cpu_seconds, sent
 from scripts.benchmarks.shared.measuring import resident_bytes
@@ -58,8 +58,6 @@ def trains(make: Make) -> Callable[[Job], Answer]:
     @wraps(make)
     def run(job: Job) -> Answer:
         torch.set_num_threads(1)
-        if "flops" in job.options:
-            occupy_products(float(job.options["flops"]))
         resident = _reset_peak_memory()
         config = load_config(job.config, job.overrides)
         with join_machine(config) as (plan, mesh):
@@ -111,7 +109,6 @@ def _measure(job: Job, config: Config, mesh: Mesh, stepper: Stepper, resident: i
         seconds,
         resident_bytes("VmHWM") - resident,
         loss,
-        _kinds(stepper.results[-job.steps :]),
     )
 
 
@@ -131,18 +128,6 @@ def _comm(results: Sequence[StepResult]) -> tuple[int | None, dict[str, float]]:
     names = list(results[0].comm)
     seconds = {n: statistics.mean(r.comm[n]["seconds"] for r in results) for n in names}
     return round(statistics.mean(r.comm[names[-1]]["bytes"] for r in results)), seconds
-
-
-def _kinds(results: Sequence[StepResult]) -> dict[str, dict[str, float]]:
-    """`Answer.kinds`, by the engine's own count."""
-    found: dict[str, dict[str, float]] = {}
-    for result in results:
-        for level in result.comm.values():
-            for kind in KINDS:
-                for quantity, value in level.get(kind, {}).items():
-                    total = found.setdefault(kind, {})
-                    total[quantity] = total.get(quantity, 0.0) + value / len(results)
-    return found
 
 
 # Steppers

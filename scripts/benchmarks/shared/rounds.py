@@ -32,6 +32,7 @@ from scripts.benchmarks.shared.measuring import (
     cpu_name,
     listed,
 )
+from scripts.benchmarks.shared.tables import markdown
 
 CHILD = "scripts.benchmarks.shared.child"
 TIMEOUT_SECONDS = 1800.0
@@ -226,6 +227,28 @@ def measure(
         raise SystemExit(f"{', '.join(broken)}: failed, as said above")
 
 
+def group_tables(
+    results: Results,
+    head: Sequence[str],
+    cells: Callable[[str, str], list[str]],
+    title: Callable[[str], str] = "## {}".format,
+    omit: str = "",
+) -> str:
+    """A table for each group, without the variant `omit`: `cells` of a group and a variant, or why
+    the variant has no figures."""
+    parts = []
+    for group in results.groups():
+        rows = []
+        for name in results.variants(group):
+            if name == omit:
+                continue
+            skipped = results.skipped(group, name)
+            empty = [""] * (len(head) - 2)
+            rows.append([name, skipped, *empty] if skipped else [name, *cells(group, name)])
+        parts.append(f"{title(group)}\n\n{markdown(head, rows)}")
+    return "\n\n".join(parts)
+
+
 def _in_rounds(tasks: Sequence[Task], rounds: int) -> Iterator[tuple[Task, int]]:
     for group in dict.fromkeys(task.group for task in tasks):
         own = [task for task in tasks if task.group == group]
@@ -236,7 +259,8 @@ def _in_rounds(tasks: Sequence[Task], rounds: int) -> Iterator[tuple[Task, int]]
 
 
 def _write_table(results: Results, out: Path, table: Callable[[Results], str]) -> str:
-    text = f"{_machine_line(results)}\n\n{table(results)}\n"
+    versions = ", ".join(sorted({turn.version for turn in results.turns}))
+    text = f"{listed(results.machine)}, commit {versions}\n\n{table(results)}\n"
     (out / "table.md").write_text(text)
     return text
 
@@ -281,8 +305,3 @@ def _show(turn: Measurement) -> None:
     figures = ", ".join(f"{name} {value:.4g}" for name, value in turn.values.items())
     where = f"{turn.group}, {turn.variant}, round {turn.round + 1}"
     print(f"{where}: {turn.skipped or figures}", flush=True)
-
-
-def _machine_line(results: Results) -> str:
-    versions = ", ".join(sorted({turn.version for turn in results.turns}))
-    return f"{listed(results.machine)}, commit {versions}"

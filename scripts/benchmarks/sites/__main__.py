@@ -10,10 +10,6 @@ them. Data parallelism would send fp32 gradients in each step: 4 bytes a paramet
 other site. A complete run is not run again.
 """
 
-import argparse
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -23,7 +19,8 @@ from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import load_config
 from megafrontier.model.flops import parameter_count
 from megafrontier.report.read import read_runs
-from scripts.benchmarks.shared.measuring import ROOT, free_port
+from scripts.benchmarks.shared.measuring import free_port, make_parser
+from scripts.benchmarks.sites.job import Job, site_keys
 from scripts.benchmarks.wire_quality.__main__ import is_complete
 
 
@@ -32,17 +29,9 @@ def train(config: str, ranks: int, jobs: Sequence[tuple[Path, list[str]]]) -> No
     started = []
     for folder, overrides in jobs:
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "megafrontier", "train", config, "--nproc", str(ranks)]
-        with (folder / "output.txt").open("a") as output:
-            started.append(
-                subprocess.Popen(
-                    [*command, f"run.directory={folder}", *overrides],
-                    stdout=output,
-                    stderr=output,
-                    env={**os.environ, "PYTHONPATH": str(ROOT)},
-                )
-            )
-    codes = [process.wait() for process in started]
+        words = [config, "--nproc", str(ranks), f"run.directory={folder}", *overrides]
+        started.append(Job(words, folder / "output.txt"))
+    codes = [job.wait() for job in started]
     if any(codes):
         raise SystemExit(f"{jobs[0][0].parent}: exit codes {codes}; see output.txt there")
 
@@ -59,7 +48,7 @@ def read(folder: Path, steps: int) -> dict[str, Any] | None:
 
 def main() -> None:
     """Run what is missing, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--sites", type=int, default=2)
@@ -83,22 +72,16 @@ def main() -> None:
     variants = product(options.every, options.lr, options.momentum, options.wire)
     for every, lr, momentum, wire in variants:
         folder = options.out / f"{options.sites}-every-{every}-lr-{lr}-momentum-{momentum}-{wire}"
-        secret = options.out / "secret"
-        secret.write_text("a secret for this comparison\n")
         if read(folder / "0", steps) is None:
-            addresses = ", ".join(f"127.0.0.1:{free_port()}" for _ in range(options.sites))
-            shared = f"addresses: [{addresses}], secret: {secret}, every: {every}, wire: {wire}"
-            more = f"deadline_seconds: 500, optimizer: {{lr: {lr}, momentum: {momentum}}}"
+            folder.mkdir(parents=True, exist_ok=True)
+            addresses = [f"127.0.0.1:{free_port()}" for _ in range(options.sites)]
+            keys = f"every: {every}, wire: {wire}, deadline_seconds: 500"
+            keys += f", optimizer: {{lr: {lr}, momentum: {momentum}}}"
+            batches = config.evaluate.batches * options.sites
+            common = [*options.overrides, f"train.global_batch={batch}"]
+            common += [f"evaluate.batches={batches}"]
             jobs = [
-                (
-                    folder / str(number),
-                    [
-                        *options.overrides,
-                        f"train.global_batch={batch}",
-                        f"evaluate.batches={config.evaluate.batches * options.sites}",
-                        f"sites={{{shared}, {more}, number: {number}}}",
-                    ],
-                )
+                (folder / str(number), [*common, site_keys(addresses, folder, number, keys)])
                 for number in range(options.sites)
             ]
             train(options.config, options.ranks, jobs)

@@ -1,4 +1,4 @@
-"""The job of a site in a network namespace of its own."""
+"""The job of a site, also in a network namespace of its own."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from scripts.benchmarks.shared.links import NIC, Links
+from scripts.benchmarks.shared.links import NIC
 from scripts.benchmarks.shared.measuring import ROOT
 
 PORT = 7001
@@ -18,23 +18,30 @@ PERIOD_SECONDS = 0.2
 """Of a site that is stopped for a share of the time."""
 
 
+def site_keys(addresses: Sequence[str], folder: Path, number: int, keys: str) -> str:
+    """The override of site `number`, with these keys of `sites` and a secret in `folder`."""
+    secret = folder / "secret"
+    secret.write_text("a secret for this comparison\n")
+    shared = f"addresses: [{', '.join(addresses)}], secret: {secret}, {keys}"
+    return f"sites={{{shared}, number: {number}}}"
+
+
 class Job:
-    """The job of site `number`, which may be stopped, killed and started again."""
+    """A training, which may be stopped, killed and started again."""
 
     def __init__(
         self,
-        made: Links,
-        number: int,
         arguments: Sequence[str],
-        folder: Path,
+        output: Path,
+        inside: Sequence[str] = (),
         share: float = 1.0,
-        before: Sequence[str] = (),
     ) -> None:
-        """arguments: of megafrontier. share: of the time in which it runs; the rest it is stopped.
-        before: commands before Python's, such as taskset."""
-        python = [*before, sys.executable, "-m", "megafrontier", *arguments]
-        self._command = [*made.inside(number), *python]
-        self._output, self._share = folder / f"output-{number}.txt", share
+        """arguments: of megafrontier train. output: a file to append to. inside: the start of the
+        command in a namespace. share: of the time in which it runs; the rest it is stopped."""
+        self._command = [*inside, sys.executable, "-m", "megafrontier", "train", *arguments]
+        self._output, self._share = output, share
+        nic = {"GLOO_SOCKET_IFNAME": NIC} if inside else {}
+        self._environment = {**os.environ, "PYTHONPATH": str(ROOT), **nic}
         self._lock = threading.Lock()
         self.start()
         if share < 1:
@@ -47,7 +54,7 @@ class Job:
                 self._command,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": NIC},
+                env=self._environment,
                 start_new_session=True,
             )
 
@@ -72,7 +79,7 @@ class Job:
             self._signal(signal.SIGKILL)
             self._process.wait()
 
-    def wait(self, seconds: float) -> int | None:
+    def wait(self, seconds: float | None = None) -> int | None:
         """The exit code, or None if it has not ended in so many seconds."""
         try:
             return self._process.wait(seconds)

@@ -27,7 +27,7 @@ from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import load_config
 from scripts.benchmarks.shared.links import Links, Unable, links
 from scripts.benchmarks.sites.__main__ import read
-from scripts.benchmarks.sites.job import PORT, Job
+from scripts.benchmarks.sites.job import PORT, Job, site_keys
 
 KINDS = ("kill", "stop", "cut", "slow")
 LONGEST_BLOW = 6.0
@@ -63,20 +63,14 @@ def run(
     or hangs."""
     folder, is_storm = options.out / name, name == "storm"
     folder.mkdir(parents=True, exist_ok=True)
-    secret = folder / "secret"
-    secret.write_text("a secret for this storm\n")
-    addresses = ", ".join(f"{made.address(n)}:{PORT}" for n in range(options.sites))
-    shared = f"addresses: [{addresses}], secret: {secret}, {options.keys}"
+    addresses = [f"{made.address(n)}:{PORT}" for n in range(options.sites)]
     jobs = []
     for number, where in enumerate(folders):
-        arguments = ["train", options.config, "--nproc", "1", *options.overrides]
-        arguments += [
-            f"run.directory={where}",
-            f"train.global_batch={batch}",
-            f"sites={{{shared}, number: {number}}}",
-        ]
+        words = [options.config, "--nproc", "1", *options.overrides, f"run.directory={where}"]
+        words += [f"train.global_batch={batch}"]
+        words += [site_keys(addresses, folder, number, options.keys)]
         share = 0.5 if is_storm and number == options.half_speed else 1.0
-        jobs.append(Job(made, number, arguments, folder, share))
+        jobs.append(Job(words, folder / f"output-{number}.txt", made.inside(number), share))
     if is_storm:
         blow(made, jobs, options)
     codes = [job.wait(options.patience) for job in jobs]

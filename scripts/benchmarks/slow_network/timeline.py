@@ -8,17 +8,15 @@ that the computation waited for them. All panels have the same length, from `--b
 each trace's first event.
 """
 
-import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 from megafrontier.comm.ledger import WAITING
 from megafrontier.common.errors import UserError, exit_on_fatal_error
-from megafrontier.report.draw import level_colours, pyplot
-from scripts.benchmarks.shared.measuring import in_a_folder
+from megafrontier.report.draw import pyplot
+from scripts.benchmarks.shared.measuring import in_a_folder, make_parser
+from scripts.benchmarks.shared.pictures import timeline_panel
 
-WAITING_COLOUR = "#BBBBBB"
 Bars = dict[str, list[tuple[float, float]]]
 """By row, each bar's begin and length in seconds."""
 
@@ -40,30 +38,9 @@ def read(path: Path) -> Bars:
     return bars
 
 
-def panel(axis: Any, title: str, bars: Bars, begin: float, seconds: float) -> None:
-    """One trace."""
-    levels = [name for name in bars if name != WAITING]
-    colours = level_colours(levels) | {WAITING: WAITING_COLOUR}
-    rows = [*levels, WAITING]
-    for place, name in enumerate(rows):
-        axis.broken_barh(
-            [(start - begin, length) for start, length in bars[name]],
-            (place - 0.4, 0.8),
-            color=colours[name],
-            linewidth=0,
-        )
-    axis.set_yticks(range(len(rows)), rows)
-    axis.set_ylim(len(rows) - 0.5, -0.5)
-    axis.set_xlim(0, seconds)
-    axis.grid(axis="y", visible=False)
-    axis.set_title(title)
-
-
 def main() -> None:
     """Read, and draw."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("out", type=in_a_folder)
     parser.add_argument("traces", nargs="+", metavar="TRACE.json [TITLE]")
     parser.add_argument("--begin", type=float, default=0.0)
@@ -86,7 +63,10 @@ def main() -> None:
         len(found), figsize=(10, 1.7 * len(found) + 0.5), squeeze=False, layout="constrained"
     )
     for axis, (path, bars) in zip(axes.flat, found.items(), strict=True):
-        panel(axis, titles[path], bars, arguments.begin, seconds)
+        shown = {name: [(at - arguments.begin, of) for at, of in bars[name]] for name in bars}
+        waiting = shown.pop(WAITING)
+        timeline_panel(axis, titles[path], shown | {WAITING: waiting}, WAITING)
+        axis.set_xlim(0, seconds)
     axes.flat[-1].set_xlabel("seconds")
     figure.savefig(arguments.out)
 

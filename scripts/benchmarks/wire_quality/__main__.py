@@ -22,32 +22,19 @@ from megafrontier.report.draw import write_report
 from megafrontier.report.read import read_runs
 from scripts.benchmarks.wire_quality.report import BASE, draw, figures, table
 
+TOPO, HPZ, DDP = (f"partition.strategy={name}" for name in ("topo", "hpz", "ddp"))
+TENSOR, PIPELINE = "parallel.tensor=pair", "parallel.pipeline=node"
 VARIANTS = {
-    "exact": ["partition.strategy=topo", "partition.wires=exact"],
-    "exact-reordered": ["partition.strategy=ddp", "partition.wires=exact"],
-    "zero++": ["partition.strategy=hpz", "partition.wires=zero++"],
-    "low": ["partition.strategy=topo", "partition.wires=low"],
-    "low-unrotated": [
-        "partition.strategy=topo",
-        "partition.wires={preset: low, rotation: false}",
-    ],
-    "low-forgetful": [
-        "partition.strategy=topo",
-        "partition.wires=low",
-        "partition.error_feedback=false",
-    ],
-    "tensor": ["parallel.tensor=pair", "partition.strategy=topo"],
-    "tensor-int8": [
-        "parallel.tensor=pair",
-        "partition.strategy=topo",
-        "partition.wires.activations.pair=int8",
-    ],
-    "pipeline": ["parallel.pipeline=node", "partition.strategy=topo"],
-    "pipeline-int8": [
-        "parallel.pipeline=node",
-        "partition.strategy=topo",
-        "partition.wires.activations={node: int8, world: int8}",
-    ],
+    "exact": [TOPO, "partition.wires=exact"],
+    "exact-reordered": [DDP, "partition.wires=exact"],
+    "zero++": [HPZ, "partition.wires=zero++"],
+    "low": [TOPO, "partition.wires=low"],
+    "low-unrotated": [TOPO, "partition.wires={preset: low, rotation: false}"],
+    "low-forgetful": [TOPO, "partition.wires=low", "partition.error_feedback=false"],
+    "tensor": [TENSOR, TOPO],
+    "tensor-int8": [TENSOR, TOPO, "partition.wires.activations.pair=int8"],
+    "pipeline": [PIPELINE, TOPO],
+    "pipeline-int8": [PIPELINE, TOPO, "partition.wires.activations={node: int8, world: int8}"],
 }
 
 

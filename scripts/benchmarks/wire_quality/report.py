@@ -7,6 +7,7 @@ from typing import Any
 
 from megafrontier.report.draw import pyplot, run_look
 from megafrontier.report.read import Run
+from scripts.benchmarks.shared.tables import markdown
 
 BASE = "exact"
 TARGET = 0.003
@@ -32,15 +33,15 @@ def table(found: Figures) -> str:
     """
     base = found[BASE]
     steps = sorted({step for of in found.values() for step in of["validation"]})
-    titles = ["wires", *(f"{step:,} steps" for step in steps), "against exact", "training", ""]
-    lines = [f"| {' | '.join(titles)} |", "|---" + "|---:" * (len(titles) - 1) + "|"]
+    head = ["wires", *(f"{step:,} steps" for step in steps), "against exact", "training", ""]
+    rows = []
     for name, of in found.items():
         losses = [of["validation"].get(step) for step in steps]
         cells = ["–" if loss is None else f"{loss:.4f}" for loss in losses]
         cells.append(_above(losses[-1], base["validation"].get(steps[-1])))
         cells += [f"{of['training']:.4f}", _above(of["training"], base["training"])]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([name, *cells])
+    return markdown(head, rows)
 
 
 def draw(runs: RunsByVariant, path: Path) -> None:
