@@ -1,6 +1,6 @@
 """Speed of the block codecs against the machine's own copy bandwidth.
 
-    python -m scripts.benchmarks.codec [--rows 8] [--log2-sizes 20 24 27] [--json FILE]
+    python -m scripts.benchmarks.codec [--rows 8] [--log2-sizes 20 24 27]
 
 On a GPU with Triton this times the kernels, after checking a message against the plain-torch
 reference on the CPU; the bar is 70 % of what a copy of 2 GiB reaches, at the largest size. On a
@@ -9,13 +9,11 @@ and write at least: values, messages and errors that are fed back, once each. Co
 beside, without a bar, as are errors.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -23,7 +21,7 @@ from megafrontier.comm.wires.block import INT4, INT8, BlockCodec
 from megafrontier.comm.wires.registry import missing_kernels
 from megafrontier.comm.wires.wire import Wire
 from megafrontier.common.buffers import Workspace
-from scripts.benchmarks.shared.measuring import at_least, in_a_folder
+from scripts.benchmarks.shared.measuring import at_least, make_parser
 
 CODECS = {"int8": INT8, "int4": INT4}
 ROTATING = {f"{name} rotated": codec.with_rotation() for name, codec in CODECS.items()}
@@ -151,12 +149,11 @@ def missed(table: list[Row]) -> list[Row]:
 
 def main() -> int:
     """1 where a GPU misses the bar."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=at_least(1), default=8, help="messages that a sum adds")
     parser.add_argument(
         "--log2-sizes", type=at_least(10), nargs="+", help="elements, all rows together"
     )
-    parser.add_argument("--json", type=in_a_folder, help="also write the rows here")
     arguments = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -171,10 +168,6 @@ def main() -> int:
     print(f"{machine}: {implementation}; copy {copy / 1e9:.1f} GB/s read and written")
     table = measure(device, arguments.rows, sizes, copy)
     show(table, on_gpu)
-    if arguments.json:
-        report = {"machine": machine, "implementation": implementation, "copy_bytes_per_s": copy}
-        report["rows"] = [asdict(row) for row in table]
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     failures = missed(table) if on_gpu else []
     for row in failures:
         print(f"below the bar: {row.codec} {row.what} at {row.of_copy:.1%}")

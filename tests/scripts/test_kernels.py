@@ -9,7 +9,7 @@ from scripts.benchmarks.one_device import profile_step
 from scripts.benchmarks.one_device import setting as one_device_setting
 from scripts.benchmarks.one_device.kernels import KINDS, kind_of
 from scripts.benchmarks.one_device.profile_step import UNKNOWN, profiled, table
-from scripts.benchmarks.one_device.setting import Setting, write_corpus
+from scripts.benchmarks.one_device.setting import make_setting, write_corpora
 from scripts.benchmarks.shared.rounds import Measurement, Results
 
 NVIDIA = {
@@ -87,8 +87,8 @@ def test_every_operator_of_a_cpu_step_has_a_kind(
 ) -> None:
     monkeypatch.setattr(one_device_setting, "CORPUS_TOKENS", 4096)
     monkeypatch.setattr(profile_step, "PROFILED", 1)
-    setting = Setting("1M", "fp32", 1, 16, 1, 1, str(tmp_path / "corpus"))
-    write_corpus(Path(setting.corpus), setting.model.vocab_size)
+    setting = make_setting(tmp_path, "1M", "fp32", 1, 1, batch=1, sequence_length=16)
+    write_corpora([setting])
     figures = profiled(asdict(setting), compiled=False)
     assert [name for name in figures if name.startswith(UNKNOWN)] == []
     assert {kind for kind in KINDS if not figures[kind]} == {"communication"}

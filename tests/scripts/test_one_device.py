@@ -9,7 +9,7 @@ from scripts.benchmarks.one_device import ours as ours_module
 from scripts.benchmarks.one_device import setting as one_device_setting
 from scripts.benchmarks.one_device.__main__ import tasks_of
 from scripts.benchmarks.one_device.ours import ours
-from scripts.benchmarks.one_device.setting import Setting, write_corpus
+from scripts.benchmarks.one_device.setting import make_setting, write_corpora
 from scripts.benchmarks.shared.child import Unable
 
 
@@ -17,8 +17,8 @@ def test_our_turn_trains_on_the_corpus_that_all_contenders_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(one_device_setting, "CORPUS_TOKENS", 4096)
-    setting = Setting("1M", "fp32", 1, 16, 1, 1, str(tmp_path / "corpus"))
-    write_corpus(Path(setting.corpus), setting.model.vocab_size)
+    setting = make_setting(tmp_path, "1M", "fp32", 1, 1, batch=1, sequence_length=16)
+    write_corpora([setting])
     figures = ours(asdict(setting), compiled=False)
     assert 0 < figures["loss"] < 12
     assert figures["step_seconds"] > 0
@@ -27,16 +27,8 @@ def test_our_turn_trains_on_the_corpus_that_all_contenders_have(
 def test_fp8_is_a_row_of_its_own_which_says_what_a_device_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = {
-        precision: {
-            task.variant: task.arguments
-            for task in tasks_of(Setting("7B-block", precision, 4, 4096, 1, 1, "corpus"))
-        }
-        for precision in ("bf16", "fp32")
-    }
-    name = "ours, compiled, fp8"
-    assert rows["bf16"][name] == rows["bf16"]["ours, compiled"] | {"linear_precision": "fp8"}
-    assert name not in rows["fp32"]
+    tasks = tasks_of(make_setting(tmp_path, "7B-block", "bf16", 1, 1))
+    (fp8,) = (task for task in tasks if task.variant == "ours, compiled, fp8")
     monkeypatch.setattr(ours_module, "missing_float8", lambda device: "no float8 on this device")
     with pytest.raises(Unable, match="no float8 on this device"):
-        ours(**rows["bf16"][name])
+        ours(**fp8.arguments)

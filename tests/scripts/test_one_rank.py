@@ -22,7 +22,7 @@ def trainer(tmp_path: Path):
 
 def test_the_plain_loop_learns_what_the_engine_does(trainer) -> None:
     plain = one_rank.Plain(trainer)
-    losses = [(train_step(trainer).loss, plain.step()) for _ in range(6)]
+    losses = [(train_step(trainer).loss, plain.step()) for _ in range(4)]
     plain.close()
     assert losses[-1][0] < losses[0][0] - 0.1, "it must have learned something"
     for ours, theirs in losses:
@@ -33,11 +33,3 @@ def test_a_loop_that_learns_something_else_is_not_compared(trainer, monkeypatch)
     monkeypatch.setattr(one_rank.Plain, "step", lambda self: 1.0)
     with pytest.raises(RuntimeError, match=r"step 0: losses 5\.\d+ and 1\.0000"):
         one_rank.compare(trainer, pairs=2)
-
-
-def test_the_ratio_is_that_within_pairs() -> None:
-    said = one_rank.report([1.0, 2.2, 4.0, 8.8], [1.0, 2.0, 4.0, 8.0])
-    assert said == (
-        "engine 3100.0 ms a step, plain PyTorch 3000.0 ms; "
-        "ratio 1.050 (quartiles 1.000 – 1.100, 4 pairs)"
-    )

@@ -67,3 +67,12 @@ def test_ratios_are_of_rounds_of_the_same_code(
     measured("a", "b", variants=["a"])
     assert rounds.Results(tmp_path).ratios("group", "a", "b", "seconds") == []
     assert "commit 1, 2\n" in (tmp_path / "table.md").read_text()
+
+
+def test_a_variant_that_is_unable_says_why(tmp_path: Path) -> None:
+    (tmp_path / "unable.py").write_text(
+        "from scripts.benchmarks.shared.child import Unable\n"
+        "def figures():\n    raise Unable('no such device')\n"
+    )
+    turn = rounds._turn(rounds.Task("group", "a", "unable:figures"), 0, tmp_path)
+    assert turn.skipped == "no such device"

@@ -81,9 +81,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=at_least(1), default=3)
     parser.add_argument("--tokens", type=at_least(1), default=96, help="of a rank")
     parser.add_argument("--hidden", type=at_least(1), default=2048)
-    parser.add_argument(
-        "--compute", type=at_least(0, float), default=1.0, help="seconds of a step's computing"
-    )
+    seconds = at_least(0, float)
+    parser.add_argument("--compute", type=seconds, default=1.0, help="seconds of computing a step")
     return parser.parse_args()
 
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megafrontier.comm.wires.wire import Wire, WorkWires, make_wire
+from megafrontier.comm.wires.registry import Codec
+from megafrontier.comm.wires.wire import WorkWires, make_wire
 from megafrontier.config import ModelConfig, load_config
 from megafrontier.config.model.moe import MoEConfig
 from megafrontier.launch.context import join_machine
@@ -45,11 +46,11 @@ def run(job: Job) -> Answer:
         chosen = torch.load(options["routing"]).chunk(mesh.world.size)[mesh.rank]
         layer = Layer(mesh, chosen, int(options["hidden"]), float(options["compute"]))
         if options["method"] == "flat":
-            dispatch = FlatDispatch().dispatch
+            dispatch = flat_dispatch
         else:
             engine = Engine(plan.placement, mesh.hierarchy(), plan.wires, "safe", 0, False)
-            wire = None if options["method"] == "bf16" else make_wire(options["method"])
-            dispatch = by_level(mesh, engine, wire)
+            codec = None if options["method"] == "bf16" else make_wire(options["method"]).codec
+            dispatch = by_level(mesh, engine, codec)
         for _ in range(job.warmup):
             layer.step(dispatch)
         mesh.world.all_true(True)
@@ -63,12 +64,10 @@ def run(job: Job) -> Answer:
         return Answer(seconds, sent()[0] - before)
 
 
-def by_level(mesh: Mesh, engine: Engine, wire: Wire | None) -> Callable[..., Any]:
-    """The project's dispatch, with `wire` between nodes and bf16 inside."""
-    group, depth = ExpertGroup(), len(mesh.levels.sizes)
-    group.connect(
-        engine, mesh.hierarchy(("expert",)), WorkWires((*[None] * (depth - 1), wire and wire.codec))
-    )
+def by_level(mesh: Mesh, engine: Engine, codec: Codec | None) -> Callable[..., Any]:
+    """The project's dispatch, with `codec` between nodes and bf16 inside."""
+    group, inner = ExpertGroup(), [None] * (len(mesh.levels.sizes) - 1)
+    group.connect(engine, mesh.hierarchy(("expert",)), WorkWires((*inner, codec)))
     return group.dispatch
 
 
@@ -93,30 +92,27 @@ class Layer:
         out.backward(torch.ones_like(out))
 
 
-class FlatDispatch:
-    """One all-to-all over all ranks: each token is sent once for each of its experts."""
+def flat_dispatch(
+    hidden: Tensor, chosen: Tensor, weights: Tensor, experts: Experts
+) -> Callable[[], Tensor]:
+    """As `model.moe.dispatch.Dispatch`, by one all-to-all over all ranks: each token is sent once
+    for each of its experts."""
+    return partial(_process, hidden, chosen, weights, experts)
 
-    def dispatch(
-        self, hidden: Tensor, chosen: Tensor, weights: Tensor, experts: Experts
-    ) -> Callable[[], Tensor]:
-        """As `model.moe.dispatch.Dispatch`."""
-        return partial(self._process, hidden, chosen, weights, experts)
 
-    def _process(self, hidden: Tensor, chosen: Tensor, weights: Tensor, experts: Experts) -> Tensor:
-        ranks = dist.get_world_size()
-        order, counts = sort_by_expert(chosen, experts.count * ranks)
-        arriving = torch.empty_like(counts)
-        all_to_all(arriving, counts, dist.group.WORLD)
-        sizes = [
-            part.sum(1).tolist() for part in (counts.view(ranks, -1), arriving.view(ranks, -1))
-        ]
-        rows = _AllToAll.apply(hidden[order // ACTIVE], *sizes)
-        ids = torch.arange(experts.count).repeat(ranks).repeat_interleave(arriving)
-        by_expert = ids.argsort(stable=True)
-        outputs = experts(rows[by_expert], torch.bincount(ids, minlength=experts.count))
-        back = _AllToAll.apply(outputs[by_expert.argsort()], *sizes[::-1])
-        weighted = back * weights.flatten()[order][:, None]
-        return torch.zeros(hidden.shape).index_add(0, order // ACTIVE, weighted).to(hidden.dtype)
+def _process(hidden: Tensor, chosen: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    ranks = dist.get_world_size()
+    order, counts = sort_by_expert(chosen, experts.count * ranks)
+    arriving = torch.empty_like(counts)
+    all_to_all(arriving, counts, dist.group.WORLD)
+    sizes = [part.sum(1).tolist() for part in (counts.view(ranks, -1), arriving.view(ranks, -1))]
+    rows = _AllToAll.apply(hidden[order // ACTIVE], *sizes)
+    ids = torch.arange(experts.count).repeat(ranks).repeat_interleave(arriving)
+    by_expert = ids.argsort(stable=True)
+    outputs = experts(rows[by_expert], torch.bincount(ids, minlength=experts.count))
+    back = _AllToAll.apply(outputs[by_expert.argsort()], *sizes[::-1])
+    weighted = back * weights.flatten()[order][:, None]
+    return torch.zeros(hidden.shape).index_add(0, order // ACTIVE, weighted).to(hidden.dtype)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -46,8 +46,8 @@ CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "litgpt, compiled": (f"{FOLDER}.litgpt_contender:litgpt", {}),
     "torchtitan, compiled": (f"{FOLDER}.torchtitan_contender:torchtitan", {}),
 }
-HEAD = ("contender", "tokens/s", "over ours in the same round", "MFU", "peak GiB")
-HEAD = (*HEAD, "before the model", "warm-up s", "loss")
+HEAD = ["contender", "tokens/s", "over ours in the same round", "MFU", "peak GiB"]
+HEAD += ["before the model", "warm-up s", "loss"]
 
 
 def tasks_of(setting: Setting) -> list[Task]:

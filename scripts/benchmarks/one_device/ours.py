@@ -29,7 +29,14 @@ from megafrontier.training.loop import run
 from megafrontier.training.plan import resolve_plan
 from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer, build_trainer
-from scripts.benchmarks.one_device.setting import BETAS, CLIP, LR, WEIGHT_DECAY, Setting
+from scripts.benchmarks.one_device.setting import (
+    BETAS,
+    CLIP,
+    LR,
+    WEIGHT_DECAY,
+    Setting,
+    tokenizer_of,
+)
 from scripts.benchmarks.shared.child import Clock, Finished, Unable, device, synchronise
 
 
@@ -123,7 +130,7 @@ def our_config(
     )
     config = Config(
         model=setting.model,
-        tokenizer=setting.tokenizer,
+        tokenizer=tokenizer_of(setting.corpus),
         data=DataConfig(train=[CorpusConfig(path=setting.corpus)], split=[1.0, 0.0]),
         train=train,
         optimizer=OptimizerConfig(lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY),

@@ -68,7 +68,6 @@ def loss(variant: str, tokens: int, hidden: int, vocab_size: int) -> dict[str, f
     """Hidden states [tokens, hidden] to the sum of the losses, and back."""
     states, weight = random(tokens, hidden), random(vocab_size, hidden)
     targets = torch.randint(vocab_size, (tokens,), device=device())
-    all_at_once = torch.compile(_all_logits) if variant == "compiled" else _all_logits
 
     def work() -> None:
         if variant == "chunked":
@@ -76,15 +75,12 @@ def loss(variant: str, tokens: int, hidden: int, vocab_size: int) -> dict[str, f
                 states, weight, targets, vocab_size=vocab_size, chunk_tokens=1024
             )
         else:
-            total = all_at_once(states, weight, targets)
+            logits = F.linear(states, weight).float()
+            total = F.cross_entropy(logits, targets, reduction="sum")
         total.backward()
         states.grad = weight.grad = None
 
     return repeat(work, WARM_UP, STEPS)
-
-
-def _all_logits(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(states, weight).float(), targets, reduction="sum")
 
 
 def attention(variant: str, length: int, row: int, heads: int, size: int) -> dict[str, float]:
@@ -173,7 +169,6 @@ def simple_tasks() -> list[Task]:
             {
                 "1024 tokens at a time (ours)": {"variant": "chunked", **sizes},
                 "all logits": {"variant": "plain", **sizes},
-                "all logits, compiled": {"variant": "compiled", **sizes},
             },
         ),
         "initial values of 1.3B": (

@@ -87,11 +87,6 @@ class Setting:
         return self.batch * self.sequence_length
 
     @property
-    def tokenizer(self) -> str:
-        """Of the corpus."""
-        return tokenizer_of(self.corpus)
-
-    @property
     def mixed(self) -> bool:
         """Whether computation has another type than the masters."""
         return self.precision != "fp32"

@@ -143,8 +143,7 @@ def _draw_panel(panel: Any, sizes: Sequence[int], changes: Sequence[Changes]) ->
 def main() -> None:
     """Measure all models, print the slopes, and draw the picture."""
     parser = make_parser(__doc__)
-    default = Path("docs/images/coordinate-check.png")
-    parser.add_argument("--out", type=in_a_folder, default=default)
+    parser.add_argument("--out", type=in_a_folder, default="docs/images/coordinate-check.png")
     arguments = parser.parse_args()
     shapes = {
         "width (hidden)": (WIDTHS, [(width, BASE.layers) for width in WIDTHS]),

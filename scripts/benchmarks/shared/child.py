@@ -1,6 +1,6 @@
 """One turn of a benchmark, and what a turn is measured with.
 
-rounds.py starts it as: python rounds_child.py MODULE:FUNCTION ANSWER ARGUMENTS
+rounds.py starts it as: python -m scripts.benchmarks.shared.child MODULE:FUNCTION ANSWER ARGUMENTS
 """
 
 import importlib
@@ -115,6 +115,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name too, so that Unable is the same class for the modules that import it.
-    sys.modules["rounds_child"] = sys.modules["__main__"]
-    main()
+    # Under its own name, so that Unable is the same class for the modules that import it.
+    importlib.import_module("scripts.benchmarks.shared.child").main()

@@ -87,11 +87,10 @@ class Results:
 
     def has(self, task: Task, number: int) -> bool:
         """Whether this turn was made and gave figures, with the same arguments and code."""
-        return any(
-            (turn.group, turn.variant, turn.round) == (task.group, task.variant, number)
-            and (turn.arguments, turn.version) == (task.arguments, self.version)
+        wanted = (task.group, task.variant, number, task.arguments, self.version)
+        return self._is_known and any(
+            (turn.group, turn.variant, turn.round, turn.arguments, turn.version) == wanted
             and not turn.skipped
-            and self._is_known
             for turn in self.turns
         )
 

@@ -1,7 +1,7 @@
 """Train on 1, 2 and 4 nodes of one machine that a slow network joins, strategy beside strategy.
 
-    sudo .venv/bin/python -m scripts.benchmarks.slow_network OUT [--quick] [--nodes 1 2 4]
-        [--slower 1 4 16] [--accumulation 1 4] [--strategies NAME …] [--overlap none full]
+    sudo .venv/bin/python -m scripts.benchmarks.slow_network OUT [--nodes 1 2 4] [--slower 1 4 16]
+        [--accumulation 1 4] [--strategies NAME …] [--overlap none full]
         [--packages DIR] [--block-seconds S] [key=value …]
 
 A node is a network namespace with 4 ranks (levels pair 2, node 2, world) and one shaped NIC. All
@@ -31,6 +31,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -242,41 +243,28 @@ class Results:
 
 
 def parse() -> argparse.Namespace:
-    """The command line; `--quick` sets what is not given."""
+    """The command line."""
     parser = make_parser(__doc__, "slow_network")
     parser.add_argument("out", type=Path)
     parser.add_argument("config", nargs="*", metavar="key=value")
-    parser.add_argument("--quick", action="store_true", help="a few minutes, 1 and 4 nodes")
-    parser.add_argument("--nodes", type=int, nargs="+", choices=(1, 2, 4))
-    parser.add_argument(
-        "--slower", type=at_least(0.01, float), nargs="+", help="divide the rate of the links"
-    )
-    parser.add_argument("--accumulation", type=at_least(1), nargs="+")
-    parser.add_argument("--strategies", nargs="+", choices=[s.name for s in STRATEGIES])
-    parser.add_argument("--overlap", nargs="+", choices=OVERLAPS, default=["none", "full"])
-    parser.add_argument("--rounds", type=at_least(1), help="turns of each strategy")
-    parser.add_argument("--steps", type=at_least(1), help="measured steps in each turn")
+    parser.add_argument("--nodes", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4])
+    add = partial(parser.add_argument, nargs="+")
+    add("--slower", type=at_least(0.01, float), default=[1, 4, 16], help="divide the links' rate")
+    add("--accumulation", type=at_least(1), default=[1, 4])
+    add("--strategies", choices=[s.name for s in STRATEGIES])
+    add("--overlap", choices=OVERLAPS, default=["none", "full"])
+    add = partial(parser.add_argument, type=at_least(1))
+    add("--rounds", default=3, help="turns of each strategy")
+    add("--steps", default=3, help="measured steps in each turn")
+    add("--tries", default=3, help="for a turn that others disturb")
     parser.add_argument("--warmup", type=at_least(0), default=1, help="steps before them")
     parser.add_argument("--trace", action="store_true", help="a timeline of each row in OUT")
-    parser.add_argument(
-        "--block-seconds",
-        type=at_least(0, float),
-        default=0.0,
-        help="what a block's forward takes on a device that computes beside the cores",
-    )
+    seconds = at_least(0, float)
+    parser.add_argument("--block-seconds", type=seconds, default=0.0, help="of a block's forward")
     parser.add_argument("--packages", type=Path, help="a folder of `pip install --target`")
-    parser.add_argument(
-        "--tries", type=at_least(1), default=3, help="for a turn that others disturb"
-    )
     overrides, others = split_overrides(sys.argv[1:])  # also after an option's values
     found = parser.parse_intermixed_args(others)
     found.config += overrides
-    quick = {"nodes": [1, 4], "slower": [1, 16], "accumulation": [1], "rounds": 1, "steps": 5}
-    whole = {"nodes": [1, 2, 4], "slower": [1, 4, 16], "accumulation": [1, 4]}
-    defaults = quick if found.quick else whole | {"rounds": 3, "steps": 3}
-    for name, value in defaults.items():
-        if getattr(found, name) is None:
-            setattr(found, name, value)
     device = [f"--block-seconds={found.block_seconds:g}"] if found.block_seconds else []
     found.setting = [*device, *found.config]
     return found

@@ -92,11 +92,9 @@ def _worst(
 
 def best(figures: Figures, name: str, nodes: int, slower: float, accumulation: int) -> Row | None:
     """One of the engine's strategies with the overlap it would be used with."""
-    for full_name in (*(f"{name}, {policy} overlap" for policy in POLICIES), name):
-        row = figures.find(full_name, nodes, slower, accumulation)
-        if row is not None:
-            return row
-    return None
+    names = (*(f"{name}, {policy} overlap" for policy in POLICIES), name)
+    rows = (figures.find(each, nodes, slower, accumulation) for each in names)
+    return next((row for row in rows if row is not None), None)
 
 
 def _speed(figures: Figures, nodes: int, slower: float, accumulation: int) -> Iterator[Bar]:
@@ -109,19 +107,15 @@ def _speed(figures: Figures, nodes: int, slower: float, accumulation: int) -> It
         if low is None or rival is None:
             continue
         times = rival.median_seconds / low.median_seconds
-        asked = accumulation == at and _communication_dominates(figures, rival)
+        compute = figures.compute(rival)
+        dominates = compute is not None and figures.link_seconds(rival) > compute
+        asked = accumulation == at and dominates
         yield Bar(f"topo low over {name}: {where}", times, limit if asked else None)
     if low is not None and alone is not None and accumulation == 4:
         value, most = low.median_seconds / alone.median_seconds, 1.15
         asked = slower == SLOWEST_ASKED
         what = f"topo low step over computing alone: {where}"
         yield Bar(what, value, most if asked else None, least=False)
-
-
-def _communication_dominates(figures: Figures, rival: Row) -> bool:
-    """Whether what a rival sends takes longer than all computing."""
-    compute = figures.compute(rival)
-    return compute is not None and figures.link_seconds(rival) > compute
 
 
 def _beside_hybrid(figures: Figures, rows: Iterable[Row]) -> Iterator[tuple[Row, Row]]:

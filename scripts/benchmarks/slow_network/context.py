@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,8 @@ from megafrontier.launch.rendezvous import join
 from megafrontier.model.block import Block
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice
-from megafrontier.model.kernels.chunks import Part, chunk_attention
+from megafrontier.model.kernels.chunks import chunk_attention
+from megafrontier.model.kernels.exchanges import Part
 from megafrontier.parallel.env import identify
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import Mesh, MeshShape, Splits
@@ -50,12 +51,9 @@ MODEL: dict[str, Any] = {"layers": 1, "hidden": 64, "heads": 2, "kv_heads": 2, "
 class AllGather(ContextSplit):
     """Chunks of whole rows, and keys and values of all ranks."""
 
-    def _bounds(self) -> list[int]:
-        size = self.group.size
-        return [LENGTH * i // (2 * size) for i in range(2 * size + 1)]
-
     def _chunks(self, rank: int) -> list[tuple[int, int]]:
-        chunks = [*pairwise(self._bounds())]
+        count = 2 * self.group.size
+        chunks = [*pairwise(LENGTH * i // count for i in range(count + 1))]
         return [chunks[rank], chunks[-1 - rank]]
 
     def part(self, values: Tensor, documents: Tensor) -> Tensor:
@@ -106,16 +104,10 @@ def library_row() -> tuple[int, ...]:
     return (*takewhile(lambda start: start < LENGTH, accumulate(sizes, initial=0)), LENGTH)
 
 
-CONTENDERS: tuple[tuple[str, Literal["safe", "none"], type[ContextSplit]], ...] = (
-    ("needed", "safe", ContextSplit),
-    ("needed, no overlap", "none", ContextSplit),
-    ("all-gather", "safe", AllGather),
-)
+CONTENDERS: dict[str, type[ContextSplit]] = {"needed": ContextSplit, "all-gather": AllGather}
 
 
-def build(
-    mesh: Mesh, overlap: Literal["safe", "none"], exchange: type[ContextSplit]
-) -> tuple[GPT, Engine]:
+def build(mesh: Mesh, exchange: type[ContextSplit]) -> tuple[GPT, Engine]:
     """The model and its engine, whose attention exchanges keys and values with `exchange`."""
     config = ModelConfig(sequence_length=LENGTH, position="rotary", **MODEL)
     with torch.device("meta"):
@@ -128,7 +120,7 @@ def build(
         block.attention.over_chunks = partial(chunk_attention, exchange=split.number, size=NODES)
     placement = Placement.named("ddp", mesh.hierarchy().levels)
     initial = partial(initial_slice, 0)
-    engine = shard(model, model.units(), placement, mesh, initial=initial, overlap=overlap)
+    engine = shard(model, model.units(), placement, mesh, initial=initial, overlap="safe")
     split.group.connect(engine, hierarchy)
     return model, engine
 
@@ -159,8 +151,8 @@ def run(job: Job) -> Measured:
         heads = [part[None] for part in heads_of(mesh)]
         tasks: dict[str, Callable[[], object]] = {}
         engines: dict[str, Engine] = {}
-        for name, overlap, exchange in CONTENDERS:
-            model, engines[name] = build(mesh, overlap, exchange)
+        for name, exchange in CONTENDERS.items():
+            model, engines[name] = build(mesh, exchange)
             attend = model.blocks[0].attention.over_chunks
             tasks[name] = partial(_train, model, engines[name], tokens, documents)
             tasks[f"{name}, forward"] = partial(attend, *heads, documents, 0.0)

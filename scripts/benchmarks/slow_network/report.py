@@ -135,12 +135,9 @@ class Figures:
 
     def find(self, strategy: str, nodes: int, slower: float, accumulation: int) -> Row | None:
         """A measured row; on one node there is no link to be slower."""
-        key = (strategy, nodes, slower if nodes > 1 else 1.0, accumulation)
-        for row in self.rows:
-            found = (row.strategy, row.nodes, row.slower, row.accumulation)
-            if found == key and not row.skipped:
-                return row
-        return None
+        group = (nodes, slower if nodes > 1 else 1.0, accumulation)
+        rows = (row for row in self.rows if (row.strategy, row.group) == (strategy, group))
+        return next((row for row in rows if not row.skipped), None)
 
     def beside(self, row: Row, strategy: str, nodes: int | None = None) -> Row | None:
         """Another strategy's row, or that at another number of nodes, else alike."""
