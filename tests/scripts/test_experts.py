@@ -19,4 +19,4 @@ def test_the_table_compares_with_the_flat_row_of_the_same_routing(routing):
     base = next(row for row in flat if row.routing == routing)
     low = Row(routing, "int8", 16, 1.0, base.seconds / 4, base.node_bytes / 2, 0)
     assert f"| {routing} (1.0) | 16 × slower | int8 |" in (text := table([*flat, low]))
-    assert text.rstrip().endswith("| 2.00 × | %.2f | 4.00 × |" % low.seconds)
+    assert text.rstrip().endswith(f"| 2.00 × | {low.seconds:.2f} | 4.00 × |")

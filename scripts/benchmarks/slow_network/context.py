@@ -33,7 +33,7 @@ from megafrontier.model.block import Block
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice
 from megafrontier.model.kernels.chunks import chunk_attention
-from megafrontier.model.kernels.exchanges import Part
+from megafrontier.model.kernels.exchanges import AttentionPart
 from megafrontier.parallel.env import identify
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import Mesh, MeshShape, Splits
@@ -60,14 +60,14 @@ class AllGather(ContextSplit):
         chunks = self._chunks(self.group.index)
         return torch.cat([values[:, start:stop] for start, stop in chunks], 1)
 
-    def parts(self, documents: Tensor) -> list[Part]:
+    def parts(self, documents: Tensor) -> list[AttentionPart]:
         found, offset = [], 0
         for first, last in self._chunks(self.group.index):
             for begin, end in pairwise(documents.tolist()):
                 start, stop = max(first, begin), min(last, end)
                 if start < stop:
                     tokens = slice(offset + start - first, offset + stop - first)
-                    found.append(Part(tokens, slice(begin, start)))
+                    found.append(AttentionPart(tokens, slice(begin, start)))
             offset += last - first
         return found
 
