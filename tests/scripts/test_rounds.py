@@ -48,14 +48,17 @@ def test_what_was_measured_is_not_measured_again(measured: Measure) -> None:
     assert measured("a", "b", variants=["b"], size=2) == ["b0", "b1"]
 
 
-def test_packages_are_found_from_the_folder_in_which_the_benchmark_was_started(
+def test_packages_are_found_from_the_starting_folder_and_say_why_they_cannot_be_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "of_theirs.py").write_text("figures = lambda: {'seconds': 2.0}")
+    (tmp_path / "theirs" / "of_theirs.py").write_text(
+        "from scripts.benchmarks.shared.child import Unable\n"
+        "def figures():\n    raise Unable('no such device')\n"
+    )
     monkeypatch.chdir(tmp_path)
     turn = rounds._turn(rounds.Task("group", "a", "of_theirs:figures"), 0, Path("theirs"))
-    assert (turn.values, turn.skipped) == ({"seconds": 2.0}, "")
+    assert (turn.values, turn.skipped) == ({}, "no such device")
 
 
 def test_ratios_are_of_rounds_of_the_same_code(
@@ -67,12 +70,3 @@ def test_ratios_are_of_rounds_of_the_same_code(
     measured("a", "b", variants=["a"])
     assert rounds.Results(tmp_path).ratios("group", "a", "b", "seconds") == []
     assert "commit 1, 2\n" in (tmp_path / "table.md").read_text()
-
-
-def test_a_variant_that_is_unable_says_why(tmp_path: Path) -> None:
-    (tmp_path / "unable.py").write_text(
-        "from scripts.benchmarks.shared.child import Unable\n"
-        "def figures():\n    raise Unable('no such device')\n"
-    )
-    turn = rounds._turn(rounds.Task("group", "a", "unable:figures"), 0, tmp_path)
-    assert turn.skipped == "no such device"
