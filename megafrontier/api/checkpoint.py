@@ -17,8 +17,8 @@ from megafrontier.checkpoint.states import (
     engine_states,
     fill_shards,
     persistent_buffers,
+    restore_engine,
     save_engine,
-    share_shards,
 )
 from megafrontier.common.errors import need, print_error
 from megafrontier.parallel.world import World
@@ -68,8 +68,6 @@ def load(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> i
 
     def read(checkpoint: Checkpoint) -> None:
         nonlocal states
-        for unit in engine.units:
-            unit.feedback.clear()
         held = {} if optimizer is None else _prepare(optimizer, checkpoint)
         known = checkpoint.manifest.states
         states = {s: found for s, found in engine_states(engine, held).items() if s in known}
@@ -79,8 +77,7 @@ def load(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> i
     found = open_newest(root, read, engine.hierarchy.world, print_error)
     if found is None:
         return 0
-    share_shards(engine, states, buffers)
-    engine.restore("published" in states)
+    restore_engine(engine, states, buffers)
     if optimizer is not None:
         optimizer.inner.compact()
     return found.manifest.step

@@ -152,8 +152,10 @@ def fill_shards(
     checkpoint: Checkpoint, engine: Engine, states: States, buffers: Buffers = NO_BUFFERS
 ) -> None:
     """Load this rank's shard of each unit in these states, and the buffers that the checkpoint has.
-    Replicas get theirs by `share_shards`; otherwise hundreds of them would read the same files.
+    Replicas get theirs by `restore_engine`; otherwise hundreds of them would read the same files.
     Raises UserError for another model."""
+    for unit in engine.units:
+        unit.feedback.clear()  # a checkpoint that turned out to be damaged may have left something
     layouts = [with_boxes(unit.layout, unit.specs) for unit in engine.units]
     saved = checkpoint.shapes
     # Frozen parameters come with the model: a checkpoint may lack them, but for all of a unit.
@@ -204,8 +206,9 @@ def _known_buffers(
     return found
 
 
-def share_shards(engine: Engine, states: States, buffers: Buffers = NO_BUFFERS) -> None:
-    """Broadcast what the first replica has loaded to the others. All ranks call it."""
+def restore_engine(engine: Engine, states: States, buffers: Buffers = NO_BUFFERS) -> None:
+    """Bring what `fill_shards` has loaded to all ranks: shards to the replicas, and the weights to
+    every rank. All ranks call it."""
     for state, tensors in states.items():
         for unit, tensor in zip(engine.units, tensors, strict=True):
             if tensor is not None and state != "error":  # only the first replica sends it
@@ -215,3 +218,4 @@ def share_shards(engine: Engine, states: States, buffers: Buffers = NO_BUFFERS) 
         is_bool = raw.dtype is torch.bool
         engine.hierarchy.broadcast_to_replicas([raw.view(torch.uint8) if is_bool else raw], 0)
         buffer.copy_(raw)
+    engine.restore("published" in states)

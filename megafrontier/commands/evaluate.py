@@ -10,7 +10,7 @@ from typing import Any
 
 from megafrontier.checkpoint.folder import of_newest
 from megafrontier.checkpoint.load import Checkpoint, load_checkpoint
-from megafrontier.checkpoint.states import fill_shards, persistent_buffers, share_shards
+from megafrontier.checkpoint.states import fill_shards, persistent_buffers, restore_engine
 from megafrontier.commands.checkpoints import check_state, device_name, saved_config
 from megafrontier.common.errors import UserError, need
 from megafrontier.config import (
@@ -180,8 +180,7 @@ def _load(
 
     load_it = partial(load_checkpoint, load=load, world=world)
     checkpoint = of_newest(path, load_it, world.broadcast_from_rank_0)
-    share_shards(engine, weights, buffers)
-    engine.restore(has_published=False)
+    restore_engine(engine, weights, buffers)
     if world.rank == 0:
         # A config file may lack overrides that were given to the training.
         for line in rotary_changes(config, checkpoint.manifest):

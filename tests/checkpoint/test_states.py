@@ -14,8 +14,8 @@ from megafrontier.checkpoint.states import (
     engine_states,
     fill_shards,
     persistent_buffers,
+    restore_engine,
     save_engine,
-    share_shards,
 )
 from megafrontier.common.errors import UserError
 from megafrontier.model.init import initial_slice, with_specs
@@ -95,7 +95,7 @@ def load(mesh, root, depths=(1, 1, 1, 1)):
     _, wanted, wanted_moments = sharded(mesh, Placement(*depths))
     states, buffers = engine_states(engine, moments), persistent_buffers(model)
     fill_shards(open_checkpoint(newest(root)), engine, states, buffers)
-    share_shards(engine, states, buffers)
+    restore_engine(engine, states, buffers)
     same = all(
         torch.equal(found, need)
         for state, need_tensors in engine_states(wanted, wanted_moments).items()

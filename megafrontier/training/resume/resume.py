@@ -25,7 +25,7 @@ from megafrontier.checkpoint.folder import (
 )
 from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint, load_checkpoint, open_newest, read_manifest
-from megafrontier.checkpoint.states import States, fill_shards, persistent_buffers, share_shards
+from megafrontier.checkpoint.states import States, fill_shards, persistent_buffers, restore_engine
 from megafrontier.common.errors import StorageFailed, UserError
 from megafrontier.config import Config
 from megafrontier.model.flops import parameter_shapes
@@ -184,8 +184,7 @@ def _go_on_from(found: Checkpoint, trainer: Trainer, is_start: bool, run_logger:
     """Take over the state of a checkpoint whose shards this rank has loaded."""
     manifest = _used(trainer.config, found.manifest, is_start)
     states = states_to_load(trainer, manifest)
-    share_shards(trainer.engine, states, persistent_buffers(trainer.model))
-    trainer.engine.restore("published" in states)
+    restore_engine(trainer.engine, states, persistent_buffers(trainer.model))
     _restore_progress(trainer, manifest)
     of = "" if manifest is found.manifest else "the weights of "
     run_logger.info(f"resumed from {of}{found.path} at step {trainer.step}")
@@ -216,8 +215,6 @@ def _used(config: Config, manifest: Manifest, is_start: bool) -> Manifest:
 def _load_shards(trainer: Trainer, checkpoint: Checkpoint, is_start: bool = False) -> None:
     """Load this rank's shards of every state that both sides have, and set the others to zero: a
     checkpoint that turned out to be damaged may have left something in them."""
-    for unit in trainer.engine.units:
-        unit.feedback.clear()
     for tensors in trainer.unit_states.values():
         for tensor in tensors:
             if tensor is not None:
