@@ -16,7 +16,7 @@ from megafrontier.config import ModelConfig
 from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.data.tokenizers.tokenizer import load_tokenizer
 from megafrontier.launch.device import uses_accelerator
-from megafrontier.model.attention import KVCache
+from megafrontier.model.attention.kinds import KVCache
 from megafrontier.model.gpt import GPT
 from megafrontier.training.device import explain_out_of_memory
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megafrontier.common.errors import FatalError
 from megafrontier.data.sampling.samples import Batch
-from megafrontier.model.attention import KVCache
+from megafrontier.model.attention.kinds import KVCache
 from megafrontier.model.loss import IGNORE_INDEX
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.world import as_shared_error

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
-from megafrontier.model.attention import LayerCache, make_attention
+from megafrontier.model.attention.base import LayerCache
+from megafrontier.model.attention.kinds import make_attention
 from megafrontier.model.init import matrix_std, with_specs
 from megafrontier.model.mlp import MLP
 from megafrontier.model.moe.layer import MoE, has_experts

@@ -5,6 +5,7 @@ from math import prod
 import torch
 
 from megafrontier.config import ModelConfig
+from megafrontier.model.attention.kinds import kind_of
 from megafrontier.model.gpt import GPT
 from megafrontier.parallel.param_spec import ParamSpec, spec_of
 
@@ -40,23 +41,13 @@ def parameter_count(config: ModelConfig) -> int:
     return sum(prod(shape) for shape in parameter_shapes(config).values())
 
 
-def attention_flops(config: ModelConfig, block: int) -> float:
-    """Floating-point operations that training spends on one token in attention of a block: 12 ·
-    heads · head_size for each token that it attends to, on average over a full sequence. head_size
-    is the mean of those of keys and of values."""
-    length = config.sequence_length
-    window = min(config.window_of(block) or length, length)
-    attended = window - window * window / (2 * length)
-    return 6.0 * config.heads * (config.head_dim + config.value_dim) * attended
-
-
 def flops_per_token(config: ModelConfig) -> float:
     """Floating-point operations that training spends on one token of a full sequence.
 
     "Model FLOPs" as in Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, appendix B): 6 per parameter
-    of a matrix product (2 forward, 4 backward), plus 12 · layers · heads · head_size ·
-    sequence_length for attention. There are two differences: attention counts the tokens that a
-    token attends to on average, half of the sequence or fewer with a window, and only the matrices
+    of a matrix product (2 forward, 4 backward), plus `Attention.flops`. There are two differences:
+    softmax attention counts the tokens that a token attends to on average, half of the sequence or
+    fewer with a window, and only the matrices
     of the blocks and of the head (without padded ids) count, because an embedding lookup multiplies
     nothing. Recomputation, norms and softmax are not counted. Of experts, those that process a
     token count.
@@ -70,4 +61,5 @@ def flops_per_token(config: ModelConfig) -> float:
         products += config.vocab_size * config.hidden
     if config.prediction is not None:  # the head multiplies by its matrix twice
         products += config.vocab_size * config.hidden
-    return 6 * products + sum(attention_flops(config, i) for i in range(config.trained_layers))
+    blocks = range(config.trained_layers)
+    return 6 * products + sum(kind_of(config, i).flops(config, i) for i in blocks)

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
-from megafrontier.model.attention import KVCache
+from megafrontier.model.attention.base import Computed
+from megafrontier.model.attention.kinds import KVCache
 from megafrontier.model.block import Block, Prediction
 from megafrontier.model.init import matrix_std, with_specs
-from megafrontier.model.kernels.backends import supports_varlen
 from megafrontier.model.kernels.lookup import FP32GradEmbedding
 from megafrontier.model.loss import (
     Losses,
@@ -388,9 +388,11 @@ class GPT(nn.Module):
     def _mask_or_documents(
         self, hidden: Tensor, tokens: Tensor, cache: KVCache | None, documents: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The mask and documents of the context; at least one is None."""
+        """The mask and documents of the context, if the attention of some block needs them."""
         batch, length = tokens.shape
-        if self.config.attention.has_rule and documents is None and cache is None:
+        kinds = {type(block.attention) for block in self.trained_blocks()}
+        needs_rows = documents is None and cache is None
+        if needs_rows and any(kind.needs_rows(self.config) for kind in kinds):
             documents = row_documents(batch, length, hidden.device)
         if self.part is not None:
             if self.is_compiled and documents is not None:
@@ -400,11 +402,14 @@ class GPT(nn.Module):
             past = 0 if cache is None else cache.length
             return cached_mask(past, length, hidden.device), None
         dropout = self.config.dropout if self.training else 0.0
-        if not supports_varlen(self.config, hidden.device, hidden.dtype, dropout):
-            return document_mask(documents, batch, length), None
+        computed = Computed(hidden.device, hidden.dtype, documents=True)
+        masked = [kind.needs_mask(self.config, computed, dropout) for kind in kinds]
+        mask = document_mask(documents, batch, length) if any(masked) else None
+        if all(masked):
+            return mask, None
         if self.is_compiled:
             let_length_vary(documents)
-        return None, documents
+        return mask, documents
 
     def _positions(self, tokens: Tensor, past: int, documents: Tensor | None) -> Tensor:
         if documents is not None:

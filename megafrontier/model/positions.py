@@ -29,8 +29,8 @@ class AttentionContext(NamedTuple):
     mask: Tensor | None
     """Boolean, broadcast to [b, heads, s, keys]."""
     documents: Tensor | None
-    """int32 [n + 1]: the start of each document in the b · s tokens, then b · s. Replaces `mask`.
-    """
+    """int32 [n + 1]: the start of each document in the b · s tokens, then b · s. With a mask, too,
+    some kinds of attention use it and the others these."""
     shape: tuple[int, int]
     """(b, s) of the tokens."""
     counted: Tensor | None = None

@@ -11,7 +11,8 @@ from itertools import accumulate, pairwise
 
 from megafrontier.common.errors import need
 from megafrontier.config import ModelConfig
-from megafrontier.model.flops import attention_flops, parameter_specs
+from megafrontier.model.attention.kinds import kind_of
+from megafrontier.model.flops import parameter_specs
 from megafrontier.parallel.param_spec import ParamSpec
 from megafrontier.pipeline.schedule import make_table
 from megafrontier.pipeline.simulate import StageCosts, simulate
@@ -72,7 +73,7 @@ def describe_pipeline(
 
 def block_flops(config: ModelConfig) -> list[float]:
     """FLOPs per token of each block, forward and backward."""
-    costs = [attention_flops(config, i) for i in range(config.layers)]
+    costs = [kind_of(config, i).flops(config, i) for i in range(config.layers)]
     for name, spec in parameter_specs(config).items():
         if not name.startswith("blocks."):
             continue

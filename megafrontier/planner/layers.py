@@ -18,8 +18,8 @@ period, the next multiples of it."""
 
 def shallow_layers(model: ModelConfig) -> tuple[int, int]:
     """Blocks of the two models, with as many more of each kind as the whole model has."""
-    attention, moe = model.attention, model.moe
-    period = lcm(attention.global_every or 1, moe.every if moe else 1)
+    moe = model.moe
+    period = lcm(model.attention.period, moe.every if moe else 1)
     fewer = -(-SHALLOW[0] // period) * period + (moe.first if moe else 0)
     return fewer, fewer + max(period, SHALLOW[1] - SHALLOW[0])
 

@@ -19,8 +19,9 @@ from megafrontier.comm.rows import RouteStep
 from megafrontier.comm.streams import AsyncChain
 from megafrontier.common.async_copy import copy_async
 from megafrontier.common.errors import UserError
+from megafrontier.config import ModelConfig
+from megafrontier.model.attention.kinds import need_feature
 from megafrontier.model.gpt import GPT
-from megafrontier.model.kernels.chunks import chunk_attention
 from megafrontier.model.kernels.exchanges import AttentionPart, register
 from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK
 from megafrontier.splits.documents import assign
@@ -31,8 +32,11 @@ PIECES = 2
 """Of the heads of keys and values that travel, if there is overlap."""
 
 
-def check_context_split(length: int, size: int, key: str = "parallel.context") -> None:
-    """Raises UserError for sequences of `length` tokens that `size` ranks cannot divide."""
+def check_context_split(config: ModelConfig, size: int, key: str = "parallel.context") -> None:
+    """Raises UserError for a model whose sequences `size` ranks cannot divide."""
+    if size > 1:
+        need_feature(config, "context", key, size, "need 1")
+    length = config.sequence_length
     if size > 1 and length % (2 * size):
         fits = ", ".join(
             ["1", *(str(n) for n in range(2, length // 2 + 1) if not length % (2 * n))]
@@ -56,19 +60,12 @@ def split_sequences(model: GPT, index: int, size: int) -> TokenGroup:
     then takes whole micro-batches on each of the ranks, and returns the sum of the losses of
     `GPT.part` of them. Raises UserError as `check_context_split` does.
     """
-    check_context_split(model.config.sequence_length, size)
+    check_context_split(model.config, size)
     split = ContextSplit(TokenGroup(index, size))
     model.part = split.part
     for block in model.trained_blocks():
-        attention = block.attention
-        attention.over_chunks = partial(
-            chunk_attention,
-            exchange=split.of_window(attention.window).number,
-            size=size,
-            keeps_keys=block.checkpointing in RECOMPUTES_BLOCK,
-            window=attention.window,
-            softcap=attention.softcap,
-        )
+        keeps_keys = block.checkpointing in RECOMPUTES_BLOCK
+        block.attention.split_sequences(split, size, keeps_keys)
     return split.group
 
 

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import ModelConfig
-from megafrontier.model.attention import Attention, LatentAttention
+from megafrontier.model.attention.base import HeadAttention
+from megafrontier.model.attention.latent import LatentAttention
+from megafrontier.model.attention.softmax import SoftmaxAttention
 from megafrontier.model.block import Block
 from megafrontier.model.gpt import GPT, Embedding, Head
 from megafrontier.model.kernels.lookup import FP32GradEmbedding
@@ -103,6 +105,7 @@ def _move_to_root(parameters: Iterable[nn.Parameter]) -> None:
 
 def _split_block(block: Block, cutter: Cutter) -> None:
     attention, size = block.attention, cutter.group.size
+    assert isinstance(attention, HeadAttention)
     copies = max(1, size // attention.kv_heads)
     if isinstance(attention, LatentAttention):
         _split_latents(attention, cutter)
@@ -111,7 +114,7 @@ def _split_block(block: Block, cutter: Cutter) -> None:
     attention.add_module("out", RowLinear(attention.out, cutter))
     if attention.query_norm is not None and attention.key_norm is not None:
         _split_norms(attention, copies, cutter.group)
-    if attention.sinks is not None:
+    if isinstance(attention, SoftmaxAttention) and attention.sinks is not None:
         attention.sinks = cutter.cut(attention.sinks, 0, 0, attention.heads)
     attention.heads //= size
     attention.kv_heads = max(1, attention.kv_heads // size)
@@ -140,7 +143,7 @@ def _split_latents(attention: LatentAttention, cutter: Cutter) -> None:
     attention.add_module("query_up", own)
 
 
-def _split_norms(attention: Attention, copies: int, group: TokenGroup) -> None:
+def _split_norms(attention: HeadAttention, copies: int, group: TokenGroup) -> None:
     """Divide norms of all queries and of all keys. Those of single heads are the same on each
     rank."""
     for name, heads, shared in (

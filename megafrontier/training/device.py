@@ -8,8 +8,9 @@ import torch
 from megafrontier.comm.wires.registry import DTYPES, missing_kernels
 from megafrontier.common.errors import RunFailed
 from megafrontier.config import Config
+from megafrontier.model.attention.base import Computed
+from megafrontier.model.attention.kinds import kinds_of
 from megafrontier.model.gpt import GPT
-from megafrontier.model.kernels.backends import attention_backend, uncompilable_attention
 from megafrontier.model.kernels.float8 import MULTIPLE, linear_layers, missing_float8
 from megafrontier.model.moe.experts import expert_sizes
 from megafrontier.model.moe.products import describe_product
@@ -27,12 +28,15 @@ def reason_not_compiled(config: Config, world: World) -> str | None:
     all ranks can, or train.compile is off."""
     if not config.train.compile:
         return None
-    device, dtype = world.device, DTYPES[config.train.precision]
-    is_cut = config.parallel.context != 1
-    reason = missing_compiler(device) or uncompilable_attention(
-        config.model, device, dtype, config.data.document_mask, is_cut
-    )
-    return world.first_error(reason)
+    computed = _computed(config, world, config.parallel.context != 1)
+    reasons = [missing_compiler(world.device)]
+    reasons += [k.uncompilable(config.model, computed) for k in kinds_of(config.model).values()]
+    return world.first_error(next(filter(None, reasons), None))
+
+
+def _computed(config: Config, world: World, is_cut: bool) -> Computed:
+    """`is_cut`: whether a rank has parts of sequences."""
+    return Computed(world.device, DTYPES[config.train.precision], config.data.document_mask, is_cut)
 
 
 def reason_not_float8(world: World) -> str | None:
@@ -55,8 +59,9 @@ def describe_kernels(config: Config, world: World, plan: RunPlan, model: GPT) ->
     if config.train.cuda_graphs and world.device.type == "cpu":
         yield "warning: train.cuda_graphs: true, but a CPU has none; blocks run as before"
     dtype = DTYPES[config.train.precision]
-    documents, is_cut = config.data.document_mask, plan.shape.splits.context > 1
-    attention = attention_backend(config.model, world.device, dtype, documents, is_cut)
+    computed = _computed(config, world, plan.shape.splits.context > 1)
+    kinds = kinds_of(config.model).values()
+    attention = ", ".join(kind.kernel(config.model, computed) for kind in kinds)
     is_compiled = config.train.compile and reason is None
     yield f"attention: {attention}; blocks: {'compiled' if is_compiled else 'not compiled'}"
     if config.train.linear_precision is not None:

@@ -13,6 +13,7 @@ from megafrontier.comm.wires.wire import UNCHANGED, WorkWires
 from megafrontier.common.errors import UserError, need
 from megafrontier.config import Config, ExpertsPartitionConfig, MachineConfig, load_machine
 from megafrontier.data.sampling.batches import BatchSizes
+from megafrontier.model.attention.kinds import need_feature
 from megafrontier.model.flops import parameter_specs
 from megafrontier.model.gpt import GPT
 from megafrontier.model.kernels.float8 import MULTIPLE
@@ -177,7 +178,9 @@ def _check_splits(config: Config, splits: Splits) -> None:
         fits = "need 1 with model.prediction"
         need(splits.pipeline == 1, "parallel.pipeline", splits.pipeline, fits)
     check_tensor_split(config.model, tensor)
-    check_context_split(config.model.sequence_length, context)
+    check_context_split(config.model, context)
+    if config.data.document_mask:
+        need_feature(config.model, "documents", "data.document_mask", True, "need false")
     tokens = config.train.micro_batch * config.model.sequence_length // context
     where = "a micro-batch" if context == 1 else "a context rank's part of a micro-batch"
     fits = f"need a number that divides the {tokens} tokens of {where}"

@@ -14,7 +14,7 @@ from megafrontier.common.errors import UserError
 from megafrontier.config import load_config
 from megafrontier.data.tokenizers.tokenizer import ByteTokenizer, SentencePieceTokenizer
 from megafrontier.families.hf_io import export_model
-from megafrontier.model.attention import KVCache
+from megafrontier.model.attention.kinds import KVCache
 from tests.commands.helpers import run_command
 from tests.model.small_models import LATENT_QUERIES, small_config
 

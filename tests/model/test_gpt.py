@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megafrontier.model import attention
 from megafrontier.model.flops import parameter_shapes
 from megafrontier.model.gpt import GPT, Embedding
+from megafrontier.model.kernels import backends
 from megafrontier.model.norms import make_norm
 from tests.model.small_models import PREDICTION, SHAPES, small_config
 
@@ -38,7 +38,7 @@ def test_repeated_keys_and_values_are_those_of_grouped_heads(
     """As on a GPU in fp32, whose fused kernels have no grouped heads."""
     model = make_model(make_config(kv_heads=2))
     grouped = model(tokens)
-    monkeypatch.setattr(attention, "supports_gqa", lambda *_: False)
+    monkeypatch.setattr(backends, "supports_gqa", lambda *_: False)
     torch.testing.assert_close(model(tokens), grouped)
 
 

@@ -204,4 +204,4 @@ def test_no_logits_are_made_of_parts_of_sequences():
 @pytest.mark.parametrize("length", [20, 4096])
 def test_sequences_that_do_not_divide_are_refused_with_what_fits(length):
     with pytest.raises(UserError, match=rf"parallel.context: 3, .*\({length}\), need one of 1, 2,"):
-        check_context_split(length, 3)
+        check_context_split(small_config(sequence_length=length), 3)

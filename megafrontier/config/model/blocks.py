@@ -1,6 +1,7 @@
 """The options of attention and of the MLP beyond those in `ModelConfig`."""
 
 from dataclasses import dataclass
+from math import lcm
 
 from megafrontier.common.errors import need
 from megafrontier.config.fields import bounded, count
@@ -55,6 +56,15 @@ class AttentionConfig:
     """Bias in the output projection. Default: `model.bias`."""
     latent: LatentConfig | None = None
     """Multi-head latent attention. The size of heads is then given here."""
+
+    def kind_of(self, _block: int) -> str:
+        """The kind of attention of a block, counted from 0: a name in `model.attention.kinds`."""
+        return "softmax" if self.latent is None else "latent"
+
+    @property
+    def period(self) -> int:
+        """After how many blocks windows and rotary positions repeat."""
+        return lcm(self.global_every or 1, self.no_rotary_every or 1)
 
     @property
     def has_rule(self) -> bool:

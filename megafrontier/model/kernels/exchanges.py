@@ -25,6 +25,13 @@ class Exchange(Protocol):
     number of all its tokens. A process has n tokens, and needs p earlier ones.
     """
 
+    number: int
+    """What `register` returned."""
+
+    def of_window(self, window: int) -> "Exchange":
+        """The same for attention whose tokens attend to `window` tokens, 0: all before them."""
+        ...
+
     def parts(self, documents: Tensor) -> Sequence[AttentionPart]:
         """This process's parts, in the order of its tokens."""
         ...

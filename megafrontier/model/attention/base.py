@@ -1,0 +1,162 @@
+"""What a kind of attention is: it computes, caches, costs, and says what it does not support.
+
+`kinds.py` has the kinds by name. The rest of the library asks them and tests for none of them.
+"""
+
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megafrontier.config import ModelConfig
+from megafrontier.model.init import matrix_std, with_specs
+from megafrontier.model.kernels.exchanges import Exchange
+from megafrontier.model.norms import make_rms_norm
+from megafrontier.model.positions import AttentionContext, rotate
+
+Feature = Literal["documents", "context", "cache", "dropout"]
+
+
+class LayerCache:
+    """What a block keeps of the tokens before the next ones, to generate text."""
+
+
+class Computed(NamedTuple):
+    """What attention is computed on, and of what."""
+
+    device: torch.device
+    dtype: torch.dtype
+    documents: bool = False
+    """Tokens attend within documents that are shorter than their rows."""
+    context: bool = False
+    """A process has some parts of each sequence."""
+
+
+class Attention(nn.Module):
+    """Mixes the tokens of each sequence. Kinds are subclasses, and each is in `kinds.KINDS`."""
+
+    supports: ClassVar[frozenset[Feature]] = frozenset()
+    """documents: attention within documents (`data.document_mask`). context: parts of sequences
+    (`parallel.context`, `split_sequences`). cache: generation (`make_cache`). dropout: of attention
+    weights (`model.dropout`)."""
+
+    def forward(
+        self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
+    ) -> Tensor:
+        """hidden [b, s, hidden] → [b, s, hidden]. `cache`: the result of `make_cache`, to read and
+        to extend."""
+        raise NotImplementedError
+
+    def split_sequences(self, exchange: Exchange, size: int, keeps_keys: bool) -> None:
+        """Let `forward` process the parts of documents that this process has, one of `size`.
+        `keeps_keys`: as for `kernels.chunks.chunk_attention`."""
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        """Raises UserError for a model that this kind does not fit."""
+
+    @classmethod
+    def make_cache(
+        cls, config: ModelConfig, batch: int, capacity: int, dtype: torch.dtype, device: Any
+    ) -> LayerCache:
+        """An empty cache of one block, for `batch` rows of up to `capacity` tokens."""
+        raise NotImplementedError
+
+    @classmethod
+    def flops(cls, config: ModelConfig, block: int) -> float:
+        """Floating-point operations that training spends on one token of a full sequence in a
+        block's attention, without its matrices of parameters."""
+        raise NotImplementedError
+
+    @classmethod
+    def needs_rows(cls, config: ModelConfig) -> bool:
+        """Whether `AttentionContext.documents` is also needed if each row is one document."""
+        return False
+
+    @classmethod
+    def needs_mask(cls, config: ModelConfig, computed: Computed, dropout: float) -> bool:
+        """Whether documents need `AttentionContext.mask`, a dense one."""
+        return False
+
+    @classmethod
+    def uncompilable(cls, config: ModelConfig, computed: Computed) -> str | None:
+        """Why blocks with this attention cannot be compiled, or None if they can."""
+        return None
+
+    @classmethod
+    def kernel(cls, config: ModelConfig, computed: Computed) -> str:
+        """The kernel in training, for the log."""
+        return "plain torch"
+
+
+class HeadAttention(Attention):
+    """Attention by heads: projections to queries, keys and values, `attend`, and one back.
+
+    `qkv` holds the rows of the query, key and value projections, in this order.
+    """
+
+    def __init__(self, config: ModelConfig, number: int = 0) -> None:
+        """`number`: of the block, from 0."""
+        super().__init__()
+        self.heads, self.kv_heads = config.heads, config.num_kv_heads
+        self.head_size, self.value_size = config.head_dim, config.value_dim
+        self._add_projections(config)
+        inner = self.heads * self.value_size
+        out = nn.Linear(inner, config.hidden, bias=config.has_out_bias)
+        self.out = with_specs(out, "matrix", matrix_std(config, to_residual=True))
+        self.query_norm = self.key_norm = None
+        if config.qk_norm != "none":
+            is_full = config.qk_norm == "full"
+            counts = (self.heads, self.kv_heads) if is_full else (1, 1)
+            self.query_norm, self.key_norm = (
+                make_rms_norm(config, count * self.head_size) for count in counts
+            )
+
+    def _add_projections(self, config: ModelConfig) -> None:
+        kv_inner = self.kv_heads * self.head_size
+        self.widths = [self.heads * self.head_size, kv_inner, kv_inner]
+        qkv = nn.Linear(config.hidden, sum(self.widths), bias=config.has_qkv_bias)
+        self.qkv = with_specs(qkv, "matrix", matrix_std(config), head_rows=self.head_size)
+
+    def _project(self, hidden: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [b, s, hidden] → queries, keys and values [b, s, heads, head_size], rotated."""
+        rotary, (batch, length) = context.rotary, context.shape
+        # With tensor parallelism `hidden` has some of the tokens, and the projection all of them.
+        projected = self.qkv(hidden).view(batch, length, -1)
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head_size)) for part in projected.split(self.widths, -1)
+        )
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = _normalised(self.query_norm, query), _normalised(self.key_norm, key)
+        if rotary is not None:
+            query, key = rotate(query, rotary), rotate(key, rotary)
+        return query, key, value
+
+    def forward(
+        self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
+    ) -> Tensor:
+        attended = self.attend(*self._project(hidden, context), context, cache)
+        if self.value_size < self.head_size:
+            attended = attended[..., : self.value_size]
+        output: Tensor = self.out(attended.reshape(*context.shape, -1))
+        return output
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: AttentionContext,
+        cache: LayerCache | None,
+    ) -> Tensor:
+        """query [b, s, heads, head_size], key and value [b, s, kv_heads, head_size] → the shape of
+        query, or [b · s, heads, head_size]."""
+        raise NotImplementedError
+
+
+def _normalised(norm: nn.RMSNorm, heads: Tensor) -> Tensor:
+    """heads [b, s, heads, d], normalised each or all together, as the norm's size says."""
+    rows = heads.flatten(2).unflatten(-1, (-1, *norm.normalized_shape))
+    found: Tensor = norm(rows)
+    return found.view_as(heads)
