@@ -99,3 +99,19 @@ def test_a_package_imports_only_packages_of_its_own_floor_and_below():
                 if floors.get(package, 0) > floors[place.parts[0]]:
                     upwards.append(f"{place}: {node.module}")
     assert upwards == []
+
+
+def test_no_two_modules_define_classes_or_types_of_the_same_name():
+    places: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "megafrontier").rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            match node:
+                case ast.ClassDef(name=name):
+                    pass
+                case ast.Assign(targets=[ast.Name(id=name)]) if not name.isupper():
+                    pass
+                case _:
+                    continue
+            if name[0].isupper():
+                places.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

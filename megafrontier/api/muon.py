@@ -10,12 +10,12 @@ from megafrontier.api.model import ShardedModel, sharded
 from megafrontier.api.optimizer import Optimizer, Parameters, as_groups, group_members, slice_groups
 from megafrontier.common.errors import UserError, need
 from megafrontier.optim.adamw import ShardedAdamW
-from megafrontier.optim.base import ParamGroups, Shards
+from megafrontier.optim.base import FlatShards, ParamGroups
 from megafrontier.optim.matrices import Matrix, find_matrices
 from megafrontier.optim.muon import ShardedMuon, matrix_slices
 from megafrontier.partition import Engine
 
-Group = dict[str, Any]
+ParamGroup = dict[str, Any]
 
 
 class Muon(Optimizer):
@@ -64,12 +64,14 @@ class Muon(Optimizer):
 class _MuonAndAdamW(ShardedMuon):
     """Muon on the slices of matrices, and AdamW on the other slices of the masters."""
 
-    def __init__(self, masters: Shards, groups: ParamGroups, matrices: Sequence[Matrix]) -> None:
+    def __init__(
+        self, masters: FlatShards, groups: ParamGroups, matrices: Sequence[Matrix]
+    ) -> None:
         super().__init__(masters, groups, matrices)
         self.flat_states()
         self.compact()
 
-    def update(self, gradients: Shards, keep: torch.Tensor | float = 1.0) -> None:
+    def update(self, gradients: FlatShards, keep: torch.Tensor | float = 1.0) -> None:
         """As `ShardedMuon.update`, and AdamW's update of the other slices."""
         for _, part, gradient in self.slices(gradients):
             part.grad = None if part in self._scales else gradient
@@ -99,7 +101,9 @@ def _is_muon(group: Mapping[str, Any]) -> bool:
     return bool(kind == ShardedMuon.name)
 
 
-def _given_groups(model: nn.Module, found: ShardedModel, params: Parameters | None) -> list[Group]:
+def _given_groups(
+    model: nn.Module, found: ShardedModel, params: Parameters | None
+) -> list[ParamGroup]:
     if params is not None:
         return as_groups(params)
     of_blocks: list[nn.Parameter] = []
@@ -110,7 +114,7 @@ def _given_groups(model: nn.Module, found: ShardedModel, params: Parameters | No
         in_block = any(own.startswith(f"{block}.") for block in found.blocks)
         (of_blocks if in_block and parameter.dim() == 2 else others).append(parameter)
     need(bool(of_blocks), "params", "none", "need blocks with matrices, or param groups")
-    groups: list[Group] = [
+    groups: list[ParamGroup] = [
         {"params": of_blocks},
         {"params": others, "optimizer": ShardedAdamW.name},
     ]
@@ -118,7 +122,7 @@ def _given_groups(model: nn.Module, found: ShardedModel, params: Parameters | No
 
 
 def _matrix_groups(
-    engine: Engine, groups: Sequence[Group], names: Mapping[int, str]
+    engine: Engine, groups: Sequence[ParamGroup], names: Mapping[int, str]
 ) -> dict[str, int]:
     """The groups of Muon's parameters, by their global names. Raises UserError for a parameter that
     is no matrix."""

@@ -49,15 +49,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-Run = Callable[[argparse.Namespace], int | None]
+RunCommand = Callable[[argparse.Namespace], int | None]
 Argument = tuple[str, dict[str, Any]]
-_COMMANDS: list[tuple[Run, str, Sequence[Argument]]] = []
+_COMMANDS: list[tuple[RunCommand, str, Sequence[Argument]]] = []
 
 
-def command(help: str, *arguments: Argument) -> Callable[[Run], Run]:
+def command(help: str, *arguments: Argument) -> Callable[[RunCommand], RunCommand]:
     """Decorator: make a function `_NAME` the command NAME."""
 
-    def add(run: Run) -> Run:
+    def add(run: RunCommand) -> RunCommand:
         _COMMANDS.append((run, help, arguments))
         return run
 

@@ -21,7 +21,7 @@ Build = Callable[[Any], torch.optim.Optimizer]
 """From parameters or param groups to a torch optimizer."""
 MasterSlice = tuple[int, slice]
 """The index of a shard, and the part of it."""
-Shards = Sequence[torch.Tensor]
+FlatShards = Sequence[torch.Tensor]
 """For each unit, a 1-D fp32 shard of this rank."""
 ParamGroups = Sequence[Mapping[str, Any]]
 """torch's param groups, in which `params` are `MasterSlice`s of shards."""
@@ -117,7 +117,9 @@ class UnitOptimizer:
         parameters (those of experts: of this rank's experts), and how many ranks shard each."""
         return 0
 
-    def step(self, gradients: Shards, lr: float, divisor: torch.Tensor, skip: torch.Tensor) -> None:
+    def step(
+        self, gradients: FlatShards, lr: float, divisor: torch.Tensor, skip: torch.Tensor
+    ) -> None:
         """Update the masters in place, or change nothing if `skip` [] is 1. The `gradients`, one
         1-D fp32 shard for each unit, are divided by `divisor` [] and overwritten."""
         raise NotImplementedError
@@ -153,7 +155,7 @@ class ShardedOptimizer:
     torch: the optimizer. `lr` and the like are read from its `param_groups` in every step.
     """
 
-    def __init__(self, masters: Shards, groups: ParamGroups, build: Build) -> None:
+    def __init__(self, masters: FlatShards, groups: ParamGroups, build: Build) -> None:
         self._masters = masters
         self._parts: list[tuple[torch.Tensor, int, slice]] = [
             (masters[index][where], index, where)
@@ -192,7 +194,7 @@ class ShardedOptimizer:
         """Called after a checkpoint was saved or loaded: `states` may be dropped if the optimizer
         needs less memory without them. Here they stay."""
 
-    def update(self, gradients: Shards) -> None:
+    def update(self, gradients: FlatShards) -> None:
         """Update the masters in place. `gradients`: one shard for each master."""
         for _, part, gradient in self.slices(gradients):
             part.grad = gradient
@@ -205,7 +207,9 @@ class ShardedOptimizer:
         for group in self.torch.param_groups:
             group["lr"] = lr * group["lr_scale"]
 
-    def slices(self, shards: Shards) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
+    def slices(
+        self, shards: FlatShards
+    ) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
         """(param group, slice of a master, the same slice of `shards`) of all slices."""
         groups = (group for group in self.torch.param_groups for _ in group["params"])
         for group, (part, index, where) in zip(groups, self._parts, strict=True):
@@ -220,7 +224,9 @@ class ShardedOptimizer:
 class ElementwiseOptimizer(ShardedOptimizer, UnitOptimizer):
     """Updates each element by itself with a torch optimizer: a subclass names it in `build`."""
 
-    def __init__(self, masters: Shards, groups: ParamGroups, implementation: str = "torch") -> None:
+    def __init__(
+        self, masters: FlatShards, groups: ParamGroups, implementation: str = "torch"
+    ) -> None:
         """`groups`: with `lr_scale` and the arguments of the torch optimizer. `implementation`: a
         value of `optimizer.fused`."""
         super().__init__(masters, groups, partial(self.build, implementation=implementation))
@@ -240,7 +246,9 @@ class ElementwiseOptimizer(ShardedOptimizer, UnitOptimizer):
         `found_inf`."""
         raise NotImplementedError
 
-    def step(self, gradients: Shards, lr: float, divisor: torch.Tensor, skip: torch.Tensor) -> None:
+    def step(
+        self, gradients: FlatShards, lr: float, divisor: torch.Tensor, skip: torch.Tensor
+    ) -> None:
         """As `UnitOptimizer.step`. torch's fused kernels read `divisor` and `skip` on the device.
         With others the host waits for it."""
         optimizer: Any = self.torch

@@ -10,12 +10,12 @@ import torch
 from megafrontier.comm.collectives import LevelCollectives
 from megafrontier.common.errors import need
 from megafrontier.optim.base import (
+    FlatShards,
     Groups,
     MasterSlice,
     OptimizerGroup,
     ParamGroups,
     ShardedOptimizer,
-    Shards,
     SizeFactors,
     UnitOptimizer,
     check_matrix,
@@ -47,7 +47,7 @@ class ShardedMuon(ShardedOptimizer, UnitOptimizer):
 
     def __init__(
         self,
-        masters: Shards,
+        masters: FlatShards,
         groups: ParamGroups,
         matrices: Sequence[Matrix],
         tensor: LevelCollectives | None = None,
@@ -110,14 +110,16 @@ class ShardedMuon(ShardedOptimizer, UnitOptimizer):
             numels.append(prod(spec.shape) // count * ceil(count / min(count, owners)))
         return 6 * max(numels) * torch.bfloat16.itemsize
 
-    def step(self, gradients: Shards, lr: float, divisor: torch.Tensor, skip: torch.Tensor) -> None:
+    def step(
+        self, gradients: FlatShards, lr: float, divisor: torch.Tensor, skip: torch.Tensor
+    ) -> None:
         """As `UnitOptimizer.step`. All ranks call it. The host does not wait for the device."""
         for gradient in gradients:
             gradient.div_(divisor.float()).masked_fill_(skip > 0, 0.0)
         self.set_rates(lr)
         self.update(gradients, (1 - skip).float())
 
-    def update(self, gradients: Shards, keep: torch.Tensor | float = 1.0) -> None:
+    def update(self, gradients: FlatShards, keep: torch.Tensor | float = 1.0) -> None:
         """Update the masters in place, or change nothing if `keep` [] is 0. `gradients` are
         overwritten. All ranks call it."""
         slices = [found for found in self.slices(gradients) if found[1] in self._scales]

@@ -18,7 +18,7 @@ from megafrontier.common.buffers import empty
 from megafrontier.common.errors import need
 from megafrontier.config import OptimizerConfig, SubspaceConfig
 from megafrontier.optim.adamw import ShardedAdamW
-from megafrontier.optim.base import Groups, OptimizerGroup, Shards, UnitOptimizer, check_matrix
+from megafrontier.optim.base import FlatShards, Groups, OptimizerGroup, UnitOptimizer, check_matrix
 from megafrontier.optim.matrices import find_matrices
 from megafrontier.parallel.param_spec import ParamSpec
 from megafrontier.partition.unit import Unit
@@ -189,7 +189,9 @@ class ShardedSubspace(UnitOptimizer):
         for subspace in self._subspaces:
             subspace.adamw.restore(steps)
 
-    def step(self, gradients: Shards, lr: float, divisor: torch.Tensor, skip: torch.Tensor) -> None:
+    def step(
+        self, gradients: FlatShards, lr: float, divisor: torch.Tensor, skip: torch.Tensor
+    ) -> None:
         """As `UnitOptimizer.step`. The host waits for the device, and updates one matrix while the
         gradients of later ones cross."""
         if skip.item():

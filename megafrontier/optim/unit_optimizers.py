@@ -8,11 +8,11 @@ import torch
 from megafrontier.comm.collectives import LevelCollectives
 from megafrontier.comm.streams import DONE, Stream, make_stream
 from megafrontier.common.async_copy import AsyncHostCopy
-from megafrontier.optim.base import Shards, UnitOptimizer
+from megafrontier.optim.base import FlatShards, UnitOptimizer
 from megafrontier.optim.groups import EMA, OPTIMIZERS, OptimizerGroups
 from megafrontier.partition.unit import Unit
 
-States = dict[str, list[torch.Tensor | None]]
+UnitStates = dict[str, list[torch.Tensor | None]]
 
 
 Elementwise = Callable[[type[UnitOptimizer], Sequence[torch.Tensor]], UnitOptimizer]
@@ -41,7 +41,7 @@ class UnitOptimizers:
         """`tensor`: collectives over the ranks of a tensor split. `elementwise` takes the place of
         all optimizers that do not need whole matrices."""
         self._parts: list[tuple[UnitOptimizer, list[int]]] = []
-        self.states: States = {}
+        self.states: UnitStates = {}
         self._late = {i: unit for i, unit in enumerate(units) if unit.is_late}
         self._stream: Stream | None = None
         if self._late:
@@ -67,7 +67,9 @@ class UnitOptimizers:
             self._average = [torch.zeros_like(master) for master in self._masters]
             self.states[EMA] = [*self._average]
 
-    def step(self, gradients: Shards, lr: float, divisor: torch.Tensor, skip: torch.Tensor) -> None:
+    def step(
+        self, gradients: FlatShards, lr: float, divisor: torch.Tensor, skip: torch.Tensor
+    ) -> None:
         """`UnitOptimizer.step` of all units. `lr`: that of the schedule; a group's is its
         `lr_scale` times that."""
         if not self._is_averaging:
@@ -91,7 +93,7 @@ class UnitOptimizers:
     def _start_updates(
         self,
         stream: Stream,
-        gradients: Shards,
+        gradients: FlatShards,
         lr: float,
         divisor: torch.Tensor,
         skip: torch.Tensor,

@@ -9,7 +9,7 @@ from torch import Tensor
 from megafrontier.parallel.world import World
 from megafrontier.sites.directory import copy_overlap
 from megafrontier.sites.endpoint import Endpoint
-from megafrontier.sites.fetch import Part
+from megafrontier.sites.fetch import MessagePart
 from megafrontier.sites.transport import Header
 
 
@@ -67,7 +67,7 @@ class SiteCopy:
             self.states[index] = self._assemble(index, place, parts or [])
         return True
 
-    def _assemble(self, index: int, place: int, parts: Sequence[Part]) -> Tensor:
+    def _assemble(self, index: int, place: int, parts: Sequence[MessagePart]) -> Tensor:
         """The state of this rank's shard of a unit, the `place`th of its fragment."""
         outer = self._endpoint.outer
         unit, weights = outer.units[index], outer.weights[index]

@@ -20,7 +20,7 @@ from megafrontier.sites.directory import (
     own_host,
     range_of,
 )
-from megafrontier.sites.fetch import Fetcher, MessageRefused, Part, Site
+from megafrontier.sites.fetch import Fetcher, MessagePart, MessageRefused, Site
 from megafrontier.sites.outer import Outer, common_rows, is_bounded, message_bytes
 from megafrontier.sites.rounds import Rounds
 from megafrontier.sites.transport import (
@@ -115,7 +115,7 @@ class Endpoint:
             for old in [found for found in self._sent if found < event - self._kept]:
                 del self._sent[old]
 
-    def fetch_state(self, site: int, fragment: int) -> list[Part] | None:
+    def fetch_state(self, site: int, fragment: int) -> list[MessagePart] | None:
         """The state of a fragment at another site, as far as this rank holds it; None if the site
         does not answer, or gives no finite state."""
         sizes = partial(self._state_sizes, fragment)
@@ -126,7 +126,7 @@ class Endpoint:
         states = (message.view(torch.float32) for part in parts or () for message in part.messages)
         return parts if all(is_bounded(state) for state in states) else None
 
-    def _fetch_offer(self, site: int, event: int) -> list[Part] | None:
+    def _fetch_offer(self, site: int, event: int) -> list[MessagePart] | None:
         """The messages of another site about an exchange; None if it has none yet. Raises
         SiteUnreachable, and MessageRefused for messages that are misshapen or not finite."""
         fragment = self.outer.fragment_of(event)
@@ -141,7 +141,9 @@ class Endpoint:
                 raise MessageRefused
         return parts
 
-    def change(self, index: int, place: int, parts: Sequence[Part], device: torch.device) -> Tensor:
+    def change(
+        self, index: int, place: int, parts: Sequence[MessagePart], device: torch.device
+    ) -> Tensor:
         """Another site's change of this rank's shard of a unit, the `place`th of its fragment, as
         fp32 [n] on the device."""
         unit = self.outer.units[index]
@@ -153,7 +155,9 @@ class Endpoint:
                 copy_overlap(change, unit.range[0], rows, start)
         return change
 
-    def covering(self, index: int, parts: Sequence[Part]) -> Iterator[tuple[Part, tuple[int, int]]]:
+    def covering(
+        self, index: int, parts: Sequence[MessagePart]
+    ) -> Iterator[tuple[MessagePart, tuple[int, int]]]:
         """The parts that are about a unit, and the range of each."""
         unit, key = self.outer.units[index], self.keys[index]
         for part in parts:

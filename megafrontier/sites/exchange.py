@@ -23,7 +23,7 @@ from megafrontier.sites.copying import SiteCopy
 from megafrontier.sites.endpoint import Endpoint
 from megafrontier.sites.meeting import PAUSE_SECONDS, meet, wait_for_others
 from megafrontier.sites.outer import Outer, mean_change
-from megafrontier.sites.progress import Offer, Progress, fingerprint
+from megafrontier.sites.progress import Offer, SiteProgress, fingerprint
 from megafrontier.sites.rounds import Decision, Report, common_checksum, describe
 from megafrontier.sites.transport import Header
 from megafrontier.training.callbacks.base import Callback
@@ -49,7 +49,7 @@ class SiteExchange(Callback):
         self.outer = Outer(trainer.engine.trained_units, config)
         trainer.kept_states |= self.outer.states
         fragments = config.fragments
-        self._progress = Progress(0, 0, [0] * fragments, [0] * fragments)
+        self._progress = SiteProgress(0, 0, [0] * fragments, [0] * fragments)
         self._offers: list[Offer] = []
         """Exchanges in progress, oldest first."""
         self._tokens = [0.0] * fragments
@@ -79,7 +79,7 @@ class SiteExchange(Callback):
         fresh = {"holds": (), "refuses": ()}
         self._offers = [Offer(**{**offer, **fresh}) for offer in state_dict["offers"]]
         self._nonfinite = state_dict.get("nonfinite", self._nonfinite)
-        self._tokens, self._progress = state_dict["tokens"], Progress.of(state_dict)
+        self._tokens, self._progress = state_dict["tokens"], SiteProgress.of(state_dict)
 
     # Start and end
 
@@ -353,7 +353,7 @@ class SiteExchange(Callback):
         with self._endpoint.lock:
             for index, state in copied.states.items():
                 self.outer.adopt(index, *state.to(self.outer.weights[index].device))
-            self._progress = Progress.of(place)
+            self._progress = SiteProgress.of(place)
             first = self._progress.next_event - len(place["offers"])
             self._offers = [Offer(first + i, step, 0.0) for i, step in enumerate(place["offers"])]
         self._endpoint.rounds.forget_from(first)

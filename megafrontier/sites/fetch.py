@@ -25,7 +25,7 @@ class MessageRefused(Exception):
     """A message of a site that has the secret, but is misshapen or not finite."""
 
 
-class Part(NamedTuple):
+class MessagePart(NamedTuple):
     """The messages of one rank of another site about a fragment, one for each unit in order."""
 
     holdings: tuple[Holding, ...]
@@ -68,7 +68,7 @@ class Site:
 
     def fetch(
         self, header: Mapping[str, object], sizes_of: Callable[[Sequence[Holding]], list[int]]
-    ) -> list[Part] | None:
+    ) -> list[MessagePart] | None:
         """What all these ranks answer; None if one has nothing yet. Raises SiteUnreachable.
 
         sizes_of: the bytes that a rank with some holdings answers for each unit. Raises
@@ -85,7 +85,7 @@ class Site:
                     raise MessageRefused
                 data = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)
                 messages = list(data[: len(payload)].split(sizes))
-                parts.append(Part(entry.holdings, messages, answer.get("version", 0)))
+                parts.append(MessagePart(entry.holdings, messages, answer.get("version", 0)))
         except SiteUnreachable:
             self.close()  # it may have started again, at another address
             raise
@@ -102,14 +102,14 @@ class Fetcher:
     """A thread that fetches the messages of the exchanges `wanted` from all other sites."""
 
     def __init__(
-        self, sites: Sequence[int], fetch: Callable[[int, int], list[Part] | None]
+        self, sites: Sequence[int], fetch: Callable[[int, int], list[MessagePart] | None]
     ) -> None:
         """fetch: from a site and an exchange to its messages; None if there are none yet. May raise
         SiteUnreachable and MessageRefused."""
         self._sites, self._fetch = sites, fetch
         self._lock = threading.Lock()
         self._wanted: set[int] = set()
-        self._parts: dict[tuple[int, int], list[Part]] = {}
+        self._parts: dict[tuple[int, int], list[MessagePart]] = {}
         """By exchange and site."""
         self._refused: set[tuple[int, int]] = set()
         self._first_seen: dict[int, float] = {}
@@ -136,7 +136,7 @@ class Fetcher:
         with self._lock:
             return [site for at, site in self._refused if at == event]
 
-    def parts(self, event: int, site: int) -> list[Part]:
+    def parts(self, event: int, site: int) -> list[MessagePart]:
         """The messages of a site that is in `held`."""
         with self._lock:
             return self._parts[event, site]

@@ -27,7 +27,7 @@ class Offer:
 
 
 @dataclass
-class Progress:
+class SiteProgress:
     """Where a site is among the exchanges. A site that comes back takes it from another one."""
 
     next_event: int
@@ -39,7 +39,7 @@ class Progress:
     """The step of the last one of each fragment, the same at all sites."""
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Progress":
+    def of(cls, values: Mapping[str, Any]) -> "SiteProgress":
         """From `asdict`, among other values."""
         return cls(**{field.name: values[field.name] for field in fields(cls)})
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megafrontier.splits.documents import DocumentPart, assign
 
-Flags = NDArray[np.bool_]
+PartFlags = NDArray[np.bool_]
 
 
 class KeyStep(NamedTuple):
@@ -95,17 +95,17 @@ def _first_needed(parts: Sequence[DocumentPart], window: int) -> NDArray[np.int6
     return found
 
 
-def _needed(owners: NDArray[np.int64], firsts: NDArray[np.int64], size: int) -> Flags:
+def _needed(owners: NDArray[np.int64], firsts: NDArray[np.int64], size: int) -> PartFlags:
     """[rank, part]: whether a part of the rank attends to it, and lies after it."""
     changes = np.zeros((size, len(owners) + 1), np.int64)
     np.add.at(changes, (owners, firsts), 1)
     np.add.at(changes, (owners, np.arange(len(owners))), -1)
-    found: Flags = changes.cumsum(1)[:, :-1] > 0
+    found: PartFlags = changes.cumsum(1)[:, :-1] > 0
     return found
 
 
 def _pasts(
-    index: int, parts: Sequence[DocumentPart], firsts: NDArray[np.int64], needed: Flags
+    index: int, parts: Sequence[DocumentPart], firsts: NDArray[np.int64], needed: PartFlags
 ) -> list[slice]:
     """For each part of a rank, where the parts that it attends to are among the needed ones."""
     lengths = np.array([part.stop - part.start for part in parts]) * needed
@@ -126,18 +126,18 @@ class _Numbers:
         self._firsts = np.zeros_like(self._lengths)
         self.total = 0
 
-    def count(self, flags: Flags) -> int:
+    def count(self, flags: PartFlags) -> int:
         """The number of tokens of these parts."""
         return int(self._lengths[flags].sum())
 
-    def add(self, flags: Flags) -> int:
+    def add(self, flags: PartFlags) -> int:
         """Give the tokens of these parts the next numbers. Returns how many there are."""
         ends = self._lengths[flags].cumsum() + self.total
         self._firsts[flags] = ends - self._lengths[flags]
         self.total += self.count(flags)
         return self.count(flags)
 
-    def of(self, each: Sequence[Flags]) -> NDArray[np.int64]:
+    def of(self, each: Sequence[PartFlags]) -> NDArray[np.int64]:
         """The numbers of the tokens of these parts, one after another."""
         chosen = np.concatenate([np.flatnonzero(flags) for flags in each])
         lengths = self._lengths[chosen]

@@ -8,7 +8,7 @@ from megafrontier.cli import main
 from megafrontier.launch import main as launch
 from megafrontier.planner import command
 from megafrontier.planner.checks import check_layout
-from megafrontier.planner.search import Layout
+from megafrontier.planner.search import CandidateLayout
 from megafrontier.training import preview
 from tests import runs
 
@@ -101,7 +101,7 @@ def test_a_plan_warns_of_what_is_missing_on_this_machine(
 
     def search(config, ranks):
         step = SimpleNamespace(worst_gib=0.0)
-        return [Layout((), config, check_layout(config, ranks), step)]
+        return [CandidateLayout((), config, check_layout(config, ranks), step)]
 
     monkeypatch.setattr(command, "search", search)
     monkeypatch.setattr(command, "table", lambda *_: "the table")

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megafrontier.sites.exchange import DIFFERS, Progress, SiteExchange
+from megafrontier.sites.exchange import DIFFERS, SiteExchange, SiteProgress
 from tests.ranks import run_mesh
 from tests.sites.jobs import call_both, met_sites
 
@@ -20,7 +20,7 @@ def two_sites(folder, mesh) -> Iterator[tuple]:
         for weights, momentum in zip(sites[1].outer.weights, sites[1].outer.momentum, strict=True):
             weights.add_(1)
             momentum.fill_(2)
-        sites[1]._progress = Progress(2, 4, [1, 1], [2, 4])
+        sites[1]._progress = SiteProgress(2, 4, [1, 1], [2, 4])
         yield sites, trainers
 
 

@@ -23,7 +23,7 @@ from megafrontier.data.text.templates import (
     TOOL_KEYS,
     ChatTemplate,
     Message,
-    Part,
+    TextPart,
 )
 
 Template = Literal["tokenizer", "simple"]
@@ -107,7 +107,7 @@ class ChatEncoder(Encoder):
             np.array(mask, np.uint8),
         )
 
-    def _render(self, record: Any, place: str) -> list[Part] | BadText:
+    def _render(self, record: Any, place: str) -> list[TextPart] | BadText:
         """The parts of the chat in a line or row, up to the last turn that is trained on."""
         try:
             chat = _read_chat(record, self.key)
@@ -119,7 +119,7 @@ class ChatEncoder(Encoder):
             return BadText(f"{place}: {error}")
 
 
-def _simple(chat: _Chat) -> Iterator[Part]:
+def _simple(chat: _Chat) -> Iterator[TextPart]:
     if chat.tools:
         raise UserError("has 'tools', which --chat simple does not write")
     before = ""
@@ -129,8 +129,8 @@ def _simple(chat: _Chat) -> Iterator[Part]:
             raise UserError(f"turn {turn}: {extra[0]!r}, which --chat simple does not write")
         header = f"{before}<|{message['role']}|>\n"
         if message["role"] == "assistant":
-            yield Part(header, False)
-            yield Part(message["content"], turn in chat.trained, has_end=True)
+            yield TextPart(header, False)
+            yield TextPart(message["content"], turn in chat.trained, has_end=True)
             before = "\n"
         else:
             before = f"{header}{message['content']}\n"

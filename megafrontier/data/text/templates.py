@@ -20,7 +20,7 @@ _USER = {"role": "user", "content": "Hi"}
 _LONGEST_PIECE = 200  # characters
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """A text that is tokenised by itself, because the model begins or ends to speak there."""
 
     text: str
@@ -64,7 +64,9 @@ class ChatTemplate:
         whole = self._render(chat)
         return self._with_end(chat, whole, None) is not None
 
-    def parts(self, chat: Sequence[Message], trained: Sequence[int], tools: Any) -> Iterator[Part]:
+    def parts(
+        self, chat: Sequence[Message], trained: Sequence[int], tools: Any
+    ) -> Iterator[TextPart]:
         """Yield the text of a chat up to the last of the `trained` turns, and its end.
 
         Raises UserError for a chat that cannot be trained on with this template.
@@ -78,8 +80,8 @@ class ChatTemplate:
         for turn in trained:
             start = self._start(chat, turn, full, tools)
             end = self._end(chat, turn, full, start, tools) if turn < last else len(full)
-            yield Part(full[before:start], False)
-            yield Part(full[start:end], True)
+            yield TextPart(full[before:start], False)
+            yield TextPart(full[start:end], True)
             before = end
 
     def check_written(self, chat: Sequence[Message], trained: Sequence[int], tools: Any) -> None:

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megafrontier.config import Config
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch
-from megafrontier.optim.base import Shards, UnitOptimizer
+from megafrontier.optim.base import FlatShards, UnitOptimizer
 from megafrontier.parallel.groups import make_groups
 from megafrontier.parallel.mesh import AXES, Mesh
 from megafrontier.parallel.world import World
@@ -100,14 +100,16 @@ class DryLoader:
 class _Elementwise(UnitOptimizer):
     """What an optimizer of single elements holds and computes. Its kernel passes over them once."""
 
-    def __init__(self, meter: Meter, kind: type[UnitOptimizer], masters: Shards) -> None:
+    def __init__(self, meter: Meter, kind: type[UnitOptimizer], masters: FlatShards) -> None:
         self._meter = meter
         self.states = {name: [torch.zeros_like(m) for m in masters] for name in kind.state_names}
         held = sum(master.nbytes for master in masters)
         # It reads the gradient, and reads and writes the master and the states.
         self._moved = held * (3 + 2 * len(self.states))
 
-    def step(self, gradients: Shards, lr: float, divisor: torch.Tensor, skip: torch.Tensor) -> None:
+    def step(
+        self, gradients: FlatShards, lr: float, divisor: torch.Tensor, skip: torch.Tensor
+    ) -> None:
         """As `UnitOptimizer.step`."""
         if self._meter.memory.is_on_host(gradients[0]):
             self._meter.move_on_host(self._moved)

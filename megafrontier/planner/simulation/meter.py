@@ -23,7 +23,7 @@ from megafrontier.planner.simulation.clock import Clock
 from megafrontier.planner.simulation.memory import Memory
 from megafrontier.planner.simulation.rates import DeviceRates, LinkRates
 
-Groups = Mapping[str, tuple[str, bool]]
+LevelGroups = Mapping[str, tuple[str, bool]]
 _running: ContextVar["Meter"] = ContextVar("meter")
 
 
@@ -44,14 +44,14 @@ class Meter(TorchDispatchMode):
         device: DeviceRates,
         links: Mapping[str, LinkRates],
         memory: Memory,
-        levels_of_groups: Callable[[], Groups],
+        levels_of_groups: Callable[[], LevelGroups],
     ) -> None:
         """`levels_of_groups`: what `Mesh.levels_of_groups` says."""
         super().__init__()
         self.clock, self.device, self.links, self.memory = clock, device, links, memory
         self.sent: defaultdict[str, float] = defaultdict(float)
         self._levels_of_groups = levels_of_groups
-        self._levels: Groups = {}
+        self._levels: LevelGroups = {}
         self._host = 0.0
         self._tokens: list[Token[Meter]] = []
 

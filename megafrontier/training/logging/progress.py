@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from megafrontier.optim.gradients import is_scale_overflow
 
 
-class Progress:
+class ProgressLine:
     """Prints lines on `stream` and in the file `log`; of the steps, every `every`-th."""
 
     def __init__(

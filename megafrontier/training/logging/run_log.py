@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from megafrontier.common.errors import as_run_directory_error
 from megafrontier.config import Config
-from megafrontier.training.logging.progress import Progress
+from megafrontier.training.logging.progress import ProgressLine
 from megafrontier.training.logging.sinks import JsonLines, Sink, open_sinks
 
 
@@ -22,7 +22,7 @@ class RunLogger:
     If a disk is full, the run loses lines and goes on. That is reported once for each sink.
     """
 
-    def __init__(self, progress: Progress | None) -> None:
+    def __init__(self, progress: ProgressLine | None) -> None:
         self._progress = progress
         self._sinks: list[Sink] = []
         self._failed: set[str] = set()
@@ -75,7 +75,7 @@ def open_run_logger(config: Config, is_first: bool) -> Iterator[RunLogger]:
         return
     train = config.train
     with _open_log(config) as log:
-        progress = Progress(train.steps, sys.stdout, config.log.every, log, train.stop_at)
+        progress = ProgressLine(train.steps, sys.stdout, config.log.every, log, train.stop_at)
         with closing(RunLogger(progress)) as run_logger:
             yield run_logger
 

@@ -2,7 +2,7 @@
 
 import io
 
-from megafrontier.training.logging.progress import Progress, format_line
+from megafrontier.training.logging.progress import ProgressLine, format_line
 
 STEP = {
     "step": 120,
@@ -43,7 +43,7 @@ def test_a_skipped_step_says_why():
 
 def test_a_file_gets_every_nth_step_and_the_last():
     stream, log = io.StringIO(), io.StringIO()
-    progress = Progress(7, stream, every=3, log=log)
+    progress = ProgressLine(7, stream, every=3, log=log)
     for values in steps(7):
         progress.update(values)
     shown = [line.split()[1] for line in stream.getvalue().splitlines()]
@@ -59,7 +59,7 @@ def test_a_stream_that_cannot_be_written_costs_lines_not_the_run():
             raise OSError(28, "No space left on device")
 
     log = io.StringIO()
-    progress = Progress(2, Full(), every=1, log=log)
+    progress = ProgressLine(2, Full(), every=1, log=log)
     for values in steps(2):
         progress.update(values)
     assert len(log.getvalue().splitlines()) == 2
@@ -67,7 +67,7 @@ def test_a_stream_that_cannot_be_written_costs_lines_not_the_run():
 
 def test_evaluations_skipped_steps_and_notes_are_always_printed():
     log = io.StringIO()
-    progress = Progress(100, io.StringIO(), every=50, log=log)
+    progress = ProgressLine(100, io.StringIO(), every=50, log=log)
     progress.update(STEP | {"step": 1})
     progress.update(STEP | {"step": 2, "loss": None, "skipped": True})
     progress.update({"step": 2, "valid_loss": 3.5})
@@ -80,7 +80,7 @@ def test_evaluations_skipped_steps_and_notes_are_always_printed():
 
 def test_the_remaining_time_ignores_one_slow_step():
     stream = io.StringIO()
-    progress = Progress(110, stream, every=10)
+    progress = ProgressLine(110, stream, every=10)
     for values in steps(10):
         progress.update(values | {"step_seconds": 60.0 if values["step"] == 1 else 0.5})
     assert stream.getvalue().rstrip().endswith("ETA 0:00:50")
