@@ -1,7 +1,7 @@
 """What a Hugging Face family is: its config.json, its tensors' names and layouts."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import log
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -289,18 +289,16 @@ def _options(config: ModelConfig) -> dict[str, tuple[Any, Any]]:
         "head_size": (config.head_dim, config.hidden / config.heads),
         "qk_norm": (config.qk_norm, "none"),
         "qkv_bias": (config.has_qkv_bias, config.bias),
+        **{
+            f"attention.{f.name}": (getattr(attention, f.name), f.default)
+            for f in fields(attention)
+        },
         "attention.out_bias": (config.has_out_bias, config.bias),
         "mlp.bias": (config.has_mlp_bias, config.bias),
         "norm_position": (config.norm_position, "before"),
         "norm_unit_offset": (config.norm_unit_offset, False),
         "norm_bias": (config.norm_bias, True),
-        "attention.window": (attention.window, None),
-        "attention.global_every": (attention.global_every, None),
-        "attention.window_rotary_base": (attention.window_rotary_base, None),
-        "attention.no_rotary_every": (attention.no_rotary_every, None),
         "attention.scale": (None if scale is None or abs(scale - 1) < 1e-6 else scale, None),
-        "attention.softcap": (attention.softcap, None),
-        "attention.sinks": (attention.sinks, False),
         "attention.latent": (None if attention.latent is None else "given", None),
         "scale_embedding": (config.scale_embedding, False),
         "logit_softcap": (config.logit_softcap, None),

@@ -49,7 +49,7 @@ def document_positions(documents: Tensor, batch: int, length: int) -> Tensor:
     `documents` int32 [n + 1]: the start of each document in the b · s tokens, then b · s.
     """
     index = torch.arange(batch * length, dtype=torch.int32, device=documents.device)
-    return (index - documents[_numbers(documents, index)]).view(batch, length)
+    return index.view(batch, length) - documents[document_numbers(documents, batch, length)]
 
 
 def followed_tokens(tokens: Tensor, documents: Tensor | None, padding: Tensor | None) -> Tensor:
@@ -68,15 +68,15 @@ def document_mask(documents: Tensor, batch: int, length: int) -> Tensor:
 
     `documents` as for `document_positions`.
     """
-    index = torch.arange(batch * length, dtype=torch.int32, device=documents.device)
-    number = _numbers(documents, index).view(batch, length)
+    number = document_numbers(documents, batch, length)
     same = number[:, :, None] == number[:, None, :]
     return same.tril_()[:, None]
 
 
-def _numbers(documents: Tensor, index: Tensor) -> Tensor:
-    """Number of the document of each token of `index` [t]."""
-    return torch.searchsorted(documents, index, right=True) - 1
+def document_numbers(documents: Tensor, batch: int, length: int) -> Tensor:
+    """The number of each token's document [b, s]. `documents` as for `document_positions`."""
+    index = torch.arange(batch * length, dtype=torch.int32, device=documents.device)
+    return (torch.searchsorted(documents, index, right=True) - 1).view(batch, length)
 
 
 def cached_mask(past: int, new: int, device: torch.device) -> Tensor | None:

@@ -2,7 +2,9 @@
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from textwrap import indent
 from types import SimpleNamespace
 from typing import Literal, get_args
 
@@ -12,15 +14,22 @@ import torch
 from megafrontier.comm.wires import registry
 from megafrontier.comm.wires.wire import Wire, WorkWires, make_wire
 from megafrontier.common.buffers import Workspace
+from megafrontier.common.errors import UserError
 from megafrontier.config import (
+    ModelConfig,
     OptimizerConfig,
     OptimizerGroupConfig,
+    ScalingConfig,
     SitesConfig,
     WireFormat,
     validation,
 )
+from megafrontier.config.model import blocks
 from megafrontier.config.optimizer import OptimizerName
+from megafrontier.families import family_for
 from megafrontier.launch.main import train
+from megafrontier.model.attention.base import Attention
+from megafrontier.model.attention.kinds import KINDS, KVCache
 from megafrontier.model.flops import parameter_count
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
@@ -36,13 +45,14 @@ from megafrontier.pipeline.table import Transfer, TransferKind
 from megafrontier.planner.simulation.rates import UNKNOWN
 from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.sites import outer
-from megafrontier.splits.context import ContextSplit
+from megafrontier.splits.context import ContextSplit, check_context_split
 from megafrontier.splits.token_dispatch import TokenExchange
 from megafrontier.splits.tokens import TokenGroup
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.plan import GIB, resolve_plan, state_gib
 from megafrontier.training.trainer import open_loader
 from tests import runs
+from tests.model.small_models import SHAPES, small_config
 from tests.partition.tiny import build, engine_step, finished_gradients
 from tests.ranks import run_mesh, run_ranks
 
@@ -311,3 +321,82 @@ def test_the_memory_of_the_example_of_an_optimizer_is_counted(lion, config_file)
 
 def test_the_config_names_the_optimizers_that_there_are():
     assert set(get_args(OptimizerName)) == OPTIMIZERS.keys()
+
+
+@pytest.fixture
+def linear_attention(monkeypatch):
+    """The example of an attention kind, added as it says. Returns the class of its options."""
+    kind = example("class LinearAttention")["LinearAttention"]
+    monkeypatch.setitem(KINDS, "linear", kind)
+    options = indent(next(block for block in BLOCKS if "linear_every:" in block), "    ")
+    names = dict(vars(blocks))
+    exec(f"@dataclass\nclass Extended(AttentionConfig):\n{options}", names)
+    monkeypatch.setattr(ModelConfig.__dataclass_fields__["attention"], "type", names["Extended"])
+    return names["Extended"]
+
+
+LINEAR = ("machine=laptop", "model.heads=4", "model.kv_heads=2", "model.sequence_length=96")
+LINEAR += ("model.attention={linear_every: 2}", "data.document_mask=true")
+LINEAR += ("train.steps=3", "train.micro_batch=4", "evaluate.batches=0", "log.every=1")
+
+
+def test_the_example_of_an_attention_kind_trains_as_one_process(linear_attention, config_file):
+    expected = runs.losses(runs.run(config_file, 1, *LINEAR))
+    for split in ("tensor", "pipeline"):
+        found = runs.losses(runs.run(config_file, 2, *LINEAR, f"parallel.{split}=2"))
+        assert found == pytest.approx(expected, rel=1e-5)
+    assert expected[-1] < expected[0] - 0.05
+
+
+def linear_model(options, **changes):
+    """A model of one block with softmax attention and one with linear attention, or of the latter
+    alone."""
+    shape = SHAPES["llama grouped, tied, longer texts"] | {"sequence_length": 150}
+    config = small_config(**shape, attention=options(**changes))
+    model = GPT(config).eval()
+    initialise(model, 0)
+    return model
+
+
+def test_the_example_of_an_attention_kind_keeps_documents_apart(linear_attention):
+    model = linear_model(linear_attention, linear_every=1)
+    tokens = torch.randint(50, (2, 150), generator=torch.Generator().manual_seed(0))
+    bounds = [0, 1, 70, 150, 280, 300]
+    packed = model(tokens, tokens, torch.tensor(bounds, dtype=torch.int32))
+    documents = [tokens.flatten()[None, start:stop] for start, stop in pairwise(bounds)]
+    apart = sum(model(document, document) for document in documents)
+    torch.testing.assert_close(packed, apart, rtol=1e-5, atol=1e-5)
+    assert abs(packed - model(tokens, tokens)) > 1e-3
+
+
+def test_the_example_of_an_attention_kind_generates_as_without_its_cache(linear_attention):
+    model = linear_model(linear_attention, linear_every=2)
+    tokens = torch.randint(50, (2, 150), generator=torch.Generator().manual_seed(0))
+    cache = KVCache(model.config, batch=2)
+    with torch.no_grad():
+        parts = [model(part, cache=cache) for part in tokens.split([100, 1, 1, 48], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-5, atol=1e-5)
+    _, state = cache.layers
+    assert state.state.shape == (2, 4, 8, 9)
+
+
+def test_the_example_of_an_attention_kind_refuses_what_it_does_not_support(linear_attention):
+    config = linear_model(linear_attention, linear_every=2).config
+    with pytest.raises(UserError, match=r"parallel.context: 3, need 1 with linear attention"):
+        check_context_split(config, 3)
+    with pytest.raises(UserError, match=r"model.attention.linear_every: 2 cannot be exported"):
+        family_for(config)
+    with pytest.raises(UserError, match=r"model.dropout: 0.1, need 0 with linear attention"):
+        GPT(replace(config, dropout=0.1))
+    with pytest.raises(UserError, match=r"model.scaling: given, need null with linear attention"):
+        GPT(replace(config, scaling=ScalingConfig()))
+
+
+def test_kinds_of_attention_have_the_features_that_they_name():
+    """Each method that a feature stands for is the kind's."""
+    methods = {"context": "split_sequences", "cache": "make_cache"}
+    for kind in KINDS.values():
+        for feature, method in methods.items():
+            assert (feature in kind.supports) == (
+                getattr(kind, method) != getattr(Attention, method)
+            )
