@@ -17,7 +17,7 @@ from megafrontier.common.errors import UserError, exit_on_fatal_error
 from megafrontier.config import Config, load_config, load_machine
 
 if TYPE_CHECKING:  # torch takes seconds to import
-    from megafrontier.training.plan import RunPlan
+    from megafrontier.plan.resolve import RunPlan
 
 
 def describe(arguments: argparse.Namespace) -> list[str]:
@@ -33,8 +33,8 @@ def describe(arguments: argparse.Namespace) -> list[str]:
         return lines
     if per_host is not None:
         # torch takes seconds to import
+        from megafrontier.plan.describe import describe_run
         from megafrontier.planner.checks import check_ranks
-        from megafrontier.training.preview import describe_run
 
         check_tasks("--ntasks-per-node", arguments.ntasks_per_node, per_host)
         check_tasks("--ntasks", arguments.ntasks, nodes * per_host)

@@ -11,7 +11,7 @@ import numpy as np
 from megafrontier.config import Config, load_config
 from megafrontier.launch.main import train
 from megafrontier.parallel.mesh import Mesh
-from megafrontier.training.plan import resolve_plan
+from megafrontier.plan.resolve import resolve_plan
 from megafrontier.training.trainer import Trainer, build_trainer
 from tests.data.corpora import write_corpus
 

@@ -78,6 +78,7 @@ FLOORS = (
     {"comm"},
     {"model", "partition"},
     {"splits", "optim", "checkpoint", "data", "families", "pipeline"},
+    {"plan"},
     {"evaluation"},
     {"training"},
     {"sites"},

@@ -26,7 +26,7 @@ from megafrontier.families.hf_io import described_model, export_model, import_mo
 from megafrontier.model.flops import parameter_shapes
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
-from megafrontier.training.preview import check_vocabulary
+from megafrontier.plan.refuse import check_vocabulary
 
 IMPORTED_SLICE = 2**20
 """Elements of a slice: fewer than in other checkpoints, because each of many readers wants only a

@@ -20,6 +20,7 @@ from megafrontier.config import (
     load_config,
     load_machine,
 )
+from megafrontier.data.sampling.loader import open_loader, open_named_loaders
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
@@ -29,17 +30,12 @@ from megafrontier.launch.health.preflight import check_rank
 from megafrontier.launch.main import launch, load_or_refuse
 from megafrontier.parallel.env import identify
 from megafrontier.pipeline.work import Runner
+from megafrontier.plan.assemble import build_model, make_runner
+from megafrontier.plan.resolve import resolve_plan
+from megafrontier.planner.checks import check_training
 from megafrontier.training.callbacks.evaluate import Evaluation, evaluate
 from megafrontier.training.logging.sinks import add_line
-from megafrontier.training.plan import resolve_plan
-from megafrontier.training.preview import check_training
 from megafrontier.training.resume.compatibility import check_model, rotary_changes
-from megafrontier.training.trainer import (
-    build_model,
-    make_runner,
-    open_loader,
-    open_named_loaders,
-)
 
 
 def _find_target(

@@ -17,9 +17,9 @@ from megafrontier.launch.rendezvous import join
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.world import World
+from megafrontier.plan.resolve import RunPlan, resolve_plan
 from megafrontier.training.device import explain_out_of_memory
 from megafrontier.training.logging.run_log import RunLogger
-from megafrontier.training.plan import RunPlan, resolve_plan
 
 
 @dataclass(frozen=True)

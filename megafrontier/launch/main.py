@@ -26,6 +26,9 @@ from megafrontier.launch.local import flush_output, fork_ranks, import_early, re
 from megafrontier.launch.rendezvous import refuse
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.fault_injection import fault_point
+from megafrontier.plan.assemble import initial_values
+from megafrontier.plan.describe import describe_kernels, describe_run
+from megafrontier.plan.refuse import memory_advice
 from megafrontier.planner.checks import check_files, check_ranks
 from megafrontier.sites.exchange import SiteExchange
 from megafrontier.training.callbacks.base import load_class
@@ -34,14 +37,11 @@ from megafrontier.training.callbacks.guard import Guard
 from megafrontier.training.callbacks.log import Log, TraceWriter
 from megafrontier.training.callbacks.save import Save
 from megafrontier.training.callbacks.stragglers import GarbageCollection, Stragglers
-from megafrontier.training.device import describe_kernels
 from megafrontier.training.logging.run_log import RunLogger, check_directory, open_run_logger
 from megafrontier.training.loop import run
-from megafrontier.training.plan import memory_advice
-from megafrontier.training.preview import describe_run
 from megafrontier.training.resume.restarts import StartRecord, record_interrupt, record_start
 from megafrontier.training.resume.resume import check_resume, goes_back, resume
-from megafrontier.training.trainer import Trainer, build_trainer, initial_values
+from megafrontier.training.trainer import Trainer, build_trainer
 
 T = TypeVar("T")
 Check = Callable[[int], object]

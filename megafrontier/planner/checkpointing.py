@@ -21,16 +21,11 @@ from megafrontier.common.errors import UserError, need
 from megafrontier.config import Config, load_machine
 from megafrontier.model.recompute.checkpointing import Mode
 from megafrontier.pipeline.table import Action, ActionKind
+from megafrontier.plan.footprint import buffer_gib, state_gib
+from megafrontier.plan.resolve import RunPlan, micro_batches_of, resolve_plan
 from megafrontier.planner.layers import shallow_layers
 from megafrontier.planner.simulation.rates import UNKNOWN
 from megafrontier.planner.simulation.simulate import simulate
-from megafrontier.training.plan import (
-    RunPlan,
-    buffer_gib,
-    micro_batches_of,
-    resolve_plan,
-    state_gib,
-)
 
 MODES: tuple[Mode, ...] = ("block", "selective", "none")
 """In the order in which the blocks of a rank have them."""

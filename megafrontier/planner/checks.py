@@ -13,18 +13,33 @@ refuse a config with the same line:
 """
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 
-from megafrontier.common.errors import FatalError
+from megafrontier.common.errors import FatalError, UserError
 from megafrontier.config import Config
 from megafrontier.config.sites import split_address
+from megafrontier.data.sampling.loader import PARTS, CorpusPart
+from megafrontier.evaluation.tasks import check_tasks
+from megafrontier.optim.adamw import find_apex
+from megafrontier.plan.refuse import check_data, check_host_memory, check_layout, check_memory
+from megafrontier.plan.resolve import RunPlan
 from megafrontier.sites.transport import read_secret
-from megafrontier.training.host_memory import check_host_memory
-from megafrontier.training.plan import RunPlan, check_memory
-from megafrontier.training.preview import check_data, check_layout, check_packages
+from megafrontier.training.callbacks.base import Callback, load_class
 from megafrontier.training.resume.resume import check_own
-from megafrontier.training.trainer import PARTS
+
+
+def check_training(config: Config, ranks: int, parts: Sequence[CorpusPart] = PARTS) -> RunPlan:
+    """Check layout, vocabulary, corpora of `parts`, and for training packages. Returns the plan.
+
+    Reads files but computes nothing, so that ranks may be forked afterwards. Raises UserError.
+    """
+    plan = check_layout(config, ranks)
+    check_data(config, plan, parts)
+    if "train" in parts:
+        check_packages(config)
+    return plan
 
 
 def check_ranks(config: Config, ranks: int, on_host: int | None = None) -> RunPlan:
@@ -45,6 +60,28 @@ def check_files(config: Config, plan: RunPlan, needs_corpus: bool = True) -> Non
     check_packages(config)
     if config.sites is not None:
         read_secret(config.sites.secret)
+
+
+def check_packages(config: Config) -> None:
+    """Check that the packages, tasks and callbacks that the config names are there, and that
+    callbacks fit. Raises UserError."""
+    log = config.log
+    wandb = "" if log.wandb == "disabled" else log.wandb
+    chosen = {"wandb": wandb, "tensorboard": "true" * log.tensorboard, "mlflow": log.mlflow}
+    for package, value in chosen.items():
+        if value and find_spec(package) is None:
+            fits = f"needs a package: pip install megafrontier[{package}]"
+            raise UserError(f"log.{package}: {value}, {fits}")
+    check_tasks(config)
+    if config.optimizer.fused == "apex":
+        find_apex()
+    for name in log.callbacks:
+        changes = load_class(name).after_optimizer is not Callback.after_optimizer
+        is_offloaded = config.partition.offload.optimizer != "none"
+        if changes and (is_offloaded or config.partition.overlap_update):
+            key = "offload.optimizer=none" if is_offloaded else "overlap_update=false"
+            fits = f"may change masters after a step, need partition.{key}"
+            raise UserError(f"log.callbacks: {name}, {fits}")
 
 
 def warn_of_files(config: Config, plan: RunPlan, resumes: bool = True) -> Iterator[str]:

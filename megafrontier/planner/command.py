@@ -10,16 +10,17 @@ from typing import Any
 from megafrontier.common.errors import UserError, need, print_error
 from megafrontier.config import Config, MachineConfig, load_config, load_machine, save_config
 from megafrontier.parallel.env import identify
+from megafrontier.plan.describe import describe_run
+from megafrontier.plan.footprint import host_gib
+from megafrontier.plan.refuse import check_layout, memory_advice
+from megafrontier.plan.resolve import RunPlan
 from megafrontier.planner.auto import choose_layout
 from megafrontier.planner.checks import check_files, check_ranks, warn_of_files, warn_of_names
 from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.search import CandidateLayout, search
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.rates import UNKNOWN
-from megafrontier.training.host_memory import host_gib
 from megafrontier.training.logging.run_log import check_parents
-from megafrontier.training.plan import RunPlan, memory_advice
-from megafrontier.training.preview import check_layout, describe_run
 from megafrontier.training.resume.resume import check_own
 
 

@@ -5,11 +5,11 @@ from math import lcm
 from typing import Any
 
 from megafrontier.config import Config, ModelConfig
+from megafrontier.plan.resolve import RunPlan, resolve_plan
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.rates import Rates
 from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.planner.sites import add_sites
-from megafrontier.training.plan import RunPlan, resolve_plan
 
 SHALLOW = 4, 6
 """Blocks of the two models: more than are prefetched and published ahead. If blocks differ in a

@@ -21,27 +21,21 @@ from megafrontier.model.flops import flops_per_token
 from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK, Mode, Modes, modes_of
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.placement import node_depth, traffic_bytes
-from megafrontier.planner.checkpointing import (
-    cheapest,
-    fill_memory,
-    memory_budget,
-    operations,
+from megafrontier.plan.footprint import (
+    GIB,
+    buffer_gib,
+    fits_host,
+    state_gib,
+    tensor_traffic,
+    token_traffic,
+    unit_sizes,
 )
+from megafrontier.plan.resolve import RunPlan, StatePlan, resolve_plan
+from megafrontier.planner.checkpointing import cheapest, fill_memory, memory_budget, operations
 from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.rates import Rates
 from megafrontier.splits.token_dispatch import PEAK
-from megafrontier.training.host_memory import fits_host
-from megafrontier.training.plan import (
-    GIB,
-    RunPlan,
-    StatePlan,
-    buffer_gib,
-    resolve_plan,
-    state_gib,
-    unit_sizes,
-)
-from megafrontier.training.traffic import tensor_traffic, token_traffic
 
 Auto = Literal["auto"]
 Preset = Literal["exact", "zero++", "low"]

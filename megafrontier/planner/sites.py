@@ -5,10 +5,11 @@ from math import prod
 
 from megafrontier.config import Config
 from megafrontier.partition.layout import padded
+from megafrontier.plan.footprint import unit_sizes
+from megafrontier.plan.resolve import RunPlan
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.sites.endpoint import LEVEL
 from megafrontier.sites.outer import codec_of, message_bytes
-from megafrontier.training.plan import RunPlan, unit_sizes
 
 
 def add_sites(config: Config, plan: RunPlan, step: Simulated) -> Simulated:

@@ -38,9 +38,9 @@ def _cell(pair: Pair | None, short: Shorten) -> str:
 def _predict(run: Run) -> dict[tuple[str | None, str], Pair]:
     """By level (None: all) and title. A machine file without rates gives bytes alone."""
     # They import torch.
+    from megafrontier.plan.resolve import resolve_plan
     from megafrontier.planner.layers import simulate_blocks
     from megafrontier.planner.simulation.rates import UNKNOWN, Rates
-    from megafrontier.training.plan import resolve_plan
 
     newest = run.steps[-1]
     ranks = run.ranks(newest.get("tokens_per_second"), newest.get("tflops_per_device"))

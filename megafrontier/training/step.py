@@ -12,7 +12,7 @@ from megafrontier.common.async_copy import AsyncHostCopy, DeviceTimer
 from megafrontier.common.signals import stop_requested
 from megafrontier.model.loss import ZLoss
 from megafrontier.optim.gradients import clip_factor, square_sum
-from megafrontier.training.plan import GIB
+from megafrontier.plan.footprint import GIB
 from megafrontier.training.trainer import Trainer
 
 

@@ -7,7 +7,7 @@ import torch
 from megafrontier.checkpoint.folder import newest
 from megafrontier.cli import main
 from megafrontier.commands.checkpoints import saved_config
-from megafrontier.training.trainer import open_loader
+from megafrontier.data.sampling.loader import open_loader
 
 GENERATE = "megafrontier.commands.generate."
 CONVERT, EVALUATE = "megafrontier.commands.convert.", "megafrontier.commands.evaluate."

@@ -7,7 +7,7 @@ from megafrontier.common.errors import UserError
 from megafrontier.evaluation.rows import Row, RowScorer
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
-from megafrontier.training.plan import resolve_plan
+from megafrontier.plan.resolve import resolve_plan
 from tests import runs
 from tests.ranks import make_levels, run_mesh
 

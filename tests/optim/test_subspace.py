@@ -9,7 +9,7 @@ from megafrontier.config import SubspaceConfig
 from megafrontier.launch.main import train
 from megafrontier.optim.groups import OptimizerGroup
 from megafrontier.optim.subspace import Subspace
-from megafrontier.training.preview import check_training
+from megafrontier.planner.checks import check_training
 from tests import runs
 
 LSP = "optimizer.groups=[{match: 'matrix:blocks.*', name: lsp}]"

@@ -12,12 +12,12 @@ from megafrontier.cli import main
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, check
 from megafrontier.model.recompute.checkpointing import Mode
+from megafrontier.plan.resolve import resolve_plan
 from megafrontier.planner.auto import choose_layout
 from megafrontier.planner.checkpointing import MODES, cheapest, fill_memory, operations
 from megafrontier.planner.search import CandidateLayout, search
 from megafrontier.planner.simulation.rates import UNKNOWN
 from megafrontier.planner.simulation.simulate import simulate
-from megafrontier.training.plan import resolve_plan
 from tests import runs
 from tests.planner.test_memory import WORST, config_of
 

@@ -6,10 +6,9 @@ import pytest
 
 from megafrontier.cli import main
 from megafrontier.launch import main as launch
-from megafrontier.planner import command
-from megafrontier.planner.checks import check_layout
+from megafrontier.plan.refuse import check_layout
+from megafrontier.planner import checks, command
 from megafrontier.planner.search import CandidateLayout
-from megafrontier.training import preview
 from tests import runs
 
 LSP = "optimizer.groups=[{match: 'matrix:blocks.*', name: lsp}]"
@@ -60,7 +59,7 @@ def refusal(folder, monkeypatch, capfd):
         raise AssertionError("ranks were started")
 
     monkeypatch.setattr(launch, "fork_ranks", start_nothing)
-    monkeypatch.setattr(preview, "find_spec", lambda package: None)
+    monkeypatch.setattr(checks, "find_spec", lambda package: None)
 
     def run(name, *chosen):
         chosen = [override.replace("{folder}", str(folder)) for override in chosen]
@@ -105,7 +104,7 @@ def test_a_plan_warns_of_what_is_missing_on_this_machine(
 
     monkeypatch.setattr(command, "search", search)
     monkeypatch.setattr(command, "table", lambda *_: "the table")
-    monkeypatch.setattr(preview, "find_spec", lambda package: None)
+    monkeypatch.setattr(checks, "find_spec", lambda package: None)
     chosen = [override.replace("{folder}", str(folder)) for override in chosen]
     assert main(["plan", str(folder / "config.yaml"), "--nodes", "2", *chosen]) == 0
     shown = capfd.readouterr()

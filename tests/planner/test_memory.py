@@ -17,6 +17,9 @@ from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.moe.router import Router
 from megafrontier.parallel.mesh import Mesh, Splits
+from megafrontier.plan.assemble import build_model
+from megafrontier.plan.footprint import GIB
+from megafrontier.plan.resolve import resolve_plan
 from megafrontier.planner.simulation import routing
 from megafrontier.planner.simulation.dry_run import DryLoader
 from megafrontier.planner.simulation.memory import ROUNDING, Memory
@@ -26,8 +29,7 @@ from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.splits import token_dispatch
 from megafrontier.splits.token_dispatch import PEAK
 from megafrontier.training.loop import start_step
-from megafrontier.training.plan import GIB, resolve_plan
-from megafrontier.training.trainer import Trainer, build_model, make_trainer
+from megafrontier.training.trainer import Trainer, make_trainer
 from tests.model.small_models import small_config
 from tests.ranks import run_mesh
 

@@ -20,12 +20,12 @@ from megafrontier.config import (
     config_to_dict,
     load_config,
 )
+from megafrontier.plan.resolve import resolve_plan
 from megafrontier.planner.auto import choose_layout
 from megafrontier.planner.command import plan_command
 from megafrontier.planner.layers import SHALLOW, simulate_blocks
 from megafrontier.planner.search import search
 from megafrontier.planner.simulation.simulate import simulate
-from megafrontier.training.plan import resolve_plan
 from tests.planner.test_memory import GPU, MACHINE, config_of
 
 NODES = 2

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from megafrontier.config import Config, MoEConfig, SitesConfig
+from megafrontier.plan.resolve import resolve_plan
 from megafrontier.planner.simulation.rank import Simulated, run_rank
 from megafrontier.planner.simulation.rates import UNKNOWN
 from megafrontier.planner.sites import add_sites, shard_elements
-from megafrontier.training.plan import resolve_plan
 from tests import runs
 
 SITES = SitesConfig(addresses=["a:1", "b:1", "c:1"], every=4, fragments=2, wire="fp32", secret="x")

@@ -26,6 +26,7 @@ from megafrontier.config import (
 )
 from megafrontier.config.model import blocks
 from megafrontier.config.optimizer import OptimizerName
+from megafrontier.data.sampling.loader import open_loader
 from megafrontier.families import family_for
 from megafrontier.launch.main import train
 from megafrontier.model.attention.base import Attention
@@ -42,6 +43,8 @@ from megafrontier.pipeline import schedule
 from megafrontier.pipeline.messages import Messenger
 from megafrontier.pipeline.simulate import peak_in_flight
 from megafrontier.pipeline.table import Transfer, TransferKind
+from megafrontier.plan.footprint import GIB, state_gib
+from megafrontier.plan.resolve import resolve_plan
 from megafrontier.planner.simulation.rates import UNKNOWN
 from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.sites import outer
@@ -49,8 +52,6 @@ from megafrontier.splits.context import ContextSplit, check_context_split
 from megafrontier.splits.token_dispatch import TokenExchange
 from megafrontier.splits.tokens import TokenGroup
 from megafrontier.training.callbacks.base import Callback
-from megafrontier.training.plan import GIB, resolve_plan, state_gib
-from megafrontier.training.trainer import open_loader
 from tests import runs
 from tests.model.small_models import SHAPES, small_config
 from tests.partition.tiny import build, engine_step, finished_gradients

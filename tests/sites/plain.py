@@ -2,11 +2,11 @@
 
 import torch
 
+from megafrontier.data.sampling.loader import open_loader
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.parallel.param_spec import spec_of
-from megafrontier.training.trainer import open_loader
 
 EVERY = 2
 BATCHES = (12, 4)

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from megafrontier.common.errors import UserError
-from megafrontier.training.plan import resolve_plan
+from megafrontier.plan.resolve import resolve_plan
 from tests import runs
 from tests.ranks import make_levels
 

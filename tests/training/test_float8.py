@@ -3,8 +3,8 @@
 import pytest
 
 from megafrontier.common.errors import UserError
-from megafrontier.training import device
-from megafrontier.training.preview import check_training
+from megafrontier.plan import assemble
+from megafrontier.planner.checks import check_training
 from tests import runs
 
 SIZES = ("model.hidden=32", "model.ffn_hidden=64", "train.precision=bf16", "train.micro_batch=8")
@@ -61,7 +61,7 @@ def test_every_split_and_placement_learns_the_same(run, exact):
 
 
 def test_without_float8_one_line_says_so_and_the_run_is_the_one_in_bf16(run, exact, monkeypatch):
-    monkeypatch.setattr(device, "missing_float8", lambda of: "gfx90a has no float8 matrix units")
+    monkeypatch.setattr(assemble, "missing_float8", lambda of: "gfx90a has no float8 matrix units")
     losses, log = run("missing", 1, *STEPS, FP8, SHORT)
     assert losses == exact[:3]
     (line,) = [line for line in log.splitlines() if "fp8" in line]

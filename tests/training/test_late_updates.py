@@ -8,15 +8,16 @@ import torch
 
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.mesh import Splits
+from megafrontier.plan.footprint import host_gib, state_gib
+from megafrontier.plan.refuse import check_host_memory
+from megafrontier.plan.resolve import resolve_plan
+from megafrontier.planner.checks import check_training
 from megafrontier.planner.simulation.rates import UNKNOWN
 from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.callbacks.save import save_trainer
-from megafrontier.training.host_memory import check_host_memory, host_gib
 from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.loop import start_step, train_step
-from megafrontier.training.plan import resolve_plan, state_gib
-from megafrontier.training.preview import check_training
 from megafrontier.training.resume.resume import resume
 from tests import runs
 from tests.ranks import run_mesh

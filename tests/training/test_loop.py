@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megafrontier.common import async_copy
 from megafrontier.common.errors import RunFailed
 from megafrontier.optim import gradients
+from megafrontier.plan import assemble
 from megafrontier.training import loop, step
-from megafrontier.training import trainer as trainer_module
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.callbacks.stragglers import GarbageCollection
 from tests import runs
@@ -150,8 +150,8 @@ def test_the_engine_gets_every_option_of_the_configuration(config_file, monkeypa
         given.update(options)
         return real(*arguments, **options)
 
-    real = trainer_module.shard
-    monkeypatch.setattr(trainer_module, "shard", shard)
+    real = assemble.shard
+    monkeypatch.setattr(assemble, "shard", shard)
     config = runs.load(
         config_file, "train.precision=bf16", "partition.wires=low", "partition.overlap=full",
         "partition.prefetch=2", "partition.check_order=true", "optimizer.no_decay=[]",

@@ -9,13 +9,13 @@ from megafrontier.cli import main
 from megafrontier.comm.ledger import KINDS
 from megafrontier.commands.checkpoints import load_model
 from megafrontier.config import load_config
+from megafrontier.data.sampling.loader import open_loader
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.parallel.param_spec import spec_of
 from megafrontier.training.callbacks.log import step_metrics
 from megafrontier.training.loop import train_step
-from megafrontier.training.trainer import open_loader
 from tests import runs
 from tests.ranks import run_mesh
 

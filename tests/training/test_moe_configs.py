@@ -4,7 +4,9 @@ import pytest
 
 from megafrontier.config import load_config
 from megafrontier.model.flops import flops_per_token, parameter_count
-from megafrontier.training.plan import buffer_gib, check_memory, resolve_plan, state_gib
+from megafrontier.plan.footprint import buffer_gib, state_gib
+from megafrontier.plan.refuse import check_memory
+from megafrontier.plan.resolve import resolve_plan
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,15 @@ from megafrontier.checkpoint.folder import list_checkpoints
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.commands.checkpoints import load_model
 from megafrontier.common.errors import UserError
+from megafrontier.data.sampling.loader import open_loader
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.model.moe.router import Router
 from megafrontier.optim.gradients import global_norm
 from megafrontier.parallel.mesh import Mesh, Splits
+from megafrontier.plan.resolve import resolve_plan
 from megafrontier.training.loop import train_step
-from megafrontier.training.plan import resolve_plan
 from megafrontier.training.resume.resume import check_own
-from megafrontier.training.trainer import open_loader
 from tests import runs
 from tests.ranks import run_mesh
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.common.errors import UserError
+from megafrontier.data.sampling.loader import open_loader
 from megafrontier.model.flops import parameter_count
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
@@ -18,12 +19,12 @@ from megafrontier.optim.schedule import learning_rate
 from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import spec_of
 from megafrontier.partition.placement import STRATEGIES, traffic_bytes
+from megafrontier.plan.footprint import state_gib
+from megafrontier.plan.resolve import resolve_plan
+from megafrontier.planner.checks import check_training
 from megafrontier.training.callbacks.save import checkpoint_bytes
 from megafrontier.training.loop import train_step
-from megafrontier.training.plan import resolve_plan, state_gib
-from megafrontier.training.preview import check_training
 from megafrontier.training.resume.compatibility import check_optimizer
-from megafrontier.training.trainer import open_loader
 from tests import runs
 from tests.ranks import make_levels, run_mesh
 

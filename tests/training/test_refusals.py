@@ -10,12 +10,12 @@ import torch
 from megafrontier.cli import main
 from megafrontier.common.errors import FAILED, LOST, UserError
 from megafrontier.config import load_config, load_machine
+from megafrontier.data.sampling.loader import open_loader
 from megafrontier.data.tokenizers.tokenizer import load_tokenizer
 from megafrontier.launch import context, device
 from megafrontier.launch import main as launch
 from megafrontier.parallel.env import Identity
-from megafrontier.training import preview
-from megafrontier.training.trainer import open_loader
+from megafrontier.planner import checks
 from tests import runs
 from tests.data.corpora import write_corpus
 
@@ -122,7 +122,7 @@ def test_bad_input_is_refused_in_one_line_before_any_rank_starts(
         raise AssertionError("ranks were started")
 
     monkeypatch.setattr(launch, "fork_ranks", fork_nothing)
-    monkeypatch.setattr(preview, "find_spec", lambda package: None)
+    monkeypatch.setattr(checks, "find_spec", lambda package: None)
     chosen = [override.replace("{folder}", str(tmp_path)) for override in chosen]
     assert main(["train", str(config_file), "--nproc", "4", *chosen]) == 2
     error = capfd.readouterr().err

@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megafrontier.training.plan import resolve_plan
+from megafrontier.plan.resolve import resolve_plan
 from megafrontier.training.trainer import build_trainer
 from tests import runs
 from tests.ranks import run_mesh

@@ -3,11 +3,18 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Literal
 
 import torch
 
+from megafrontier.config import Config
 from megafrontier.data.sampling.batches import BatchSizes, SiteShare
-from megafrontier.data.sampling.samples import Batch, Samples
+from megafrontier.data.sampling.samples import Batch, Samples, open_samples
+from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
+
+CorpusPart = Literal["train", "valid"]
+PARTS: tuple[CorpusPart, ...] = ("train", "valid")
 
 
 def data_step(steps: int, skip: Sequence[Sequence[int]], first: int = 0) -> int:
@@ -116,3 +123,47 @@ class Loader:
         first += self._dp_rank * own
         batches = [self.samples.batch(i, size) for i in range(first, first + own, size)]
         return [b.pin_memory() for b in batches] if self._device.type == "cuda" else batches
+
+
+def open_loader(
+    config: Config,
+    part: CorpusPart,
+    data_rank: int,
+    data_size: int,
+    device: torch.device | str = "cpu",
+) -> Loader | None:
+    """One rank's micro-batches of a part; None if nothing is held out for validation.
+
+    data_rank, data_size: which of how many equal parts of a batch (`Mesh.data_rank`).
+
+    Raises UserError for a corpus that cannot be read, and if the batch does not divide.
+    """
+    # A special token that was added to the tokenizer alone has no row in the model.
+    ids = min(cached_tokenizer(config.tokenizer).vocab_size, config.model.vocab_size)
+    length, seed = config.model.sequence_length, config.run.seed
+    sizes = BatchSizes.of(config.train)
+    samples = open_samples(config.data, length, seed, ids, part, sizes.before)
+    if samples is None:
+        return None
+    skip, share = config.data.skip, None
+    if part == "valid":
+        sizes, skip = BatchSizes(sizes.full), []
+    elif config.sites is not None:
+        batches, number = config.sites.batches(sizes.full), config.sites.number
+        share = SiteShare(sum(batches[:number]), sum(batches))
+    micro_batch = config.train.micro_batch
+    return Loader(samples, sizes, micro_batch, data_rank, data_size, skip, device, share)
+
+
+def open_named_loaders(
+    config: Config, data_rank: int, data_size: int, device: torch.device | str = "cpu"
+) -> dict[str, Loader]:
+    """A loader for each name in `data.valid`, of its corpora. Raises as `open_loader` does."""
+    found = {}
+    for name in dict.fromkeys(corpus.name for corpus in config.data.valid if corpus.name):
+        corpora = [corpus for corpus in config.data.valid if corpus.name == name]
+        only = replace(config, data=replace(config.data, valid=corpora))
+        loader = open_loader(only, "valid", data_rank, data_size, device)
+        assert loader is not None
+        found[name] = loader
+    return found

@@ -32,8 +32,9 @@ from megafrontier.launch.rendezvous import check_placement
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.world import World
+from megafrontier.plan.footprint import GIB
+from megafrontier.plan.resolve import RunPlan
 from megafrontier.training.callbacks.save import checkpoint_bytes, checkpoint_root
-from megafrontier.training.plan import GIB, RunPlan
 
 FREE_FRACTION = 0.9
 """Of a device's stated memory. Drivers keep some of it; processes of an earlier job keep more."""

@@ -20,9 +20,10 @@ from megafrontier.optim.base import FlatShards, UnitOptimizer
 from megafrontier.parallel.groups import make_groups
 from megafrontier.parallel.mesh import AXES, Mesh
 from megafrontier.parallel.world import World
+from megafrontier.plan.assemble import build_model
+from megafrontier.plan.resolve import RunPlan, micro_batches_of
 from megafrontier.planner.simulation.meter import Meter
-from megafrontier.training.plan import RunPlan, micro_batches_of
-from megafrontier.training.trainer import Trainer, build_model, make_trainer
+from megafrontier.training.trainer import Trainer, make_trainer
 
 META = torch.device("meta")
 FIRST = 2

@@ -17,9 +17,9 @@ from megafrontier.pipeline.simulate import StageCosts
 from megafrontier.pipeline.simulate import simulate as run_table
 from megafrontier.pipeline.table import Action, ActionKind
 from megafrontier.pipeline.transfers import with_transfers
+from megafrontier.plan.resolve import RunPlan
 from megafrontier.planner.simulation.rank import Counted, Simulated
 from megafrontier.planner.simulation.rates import Rates
-from megafrontier.training.plan import RunPlan
 
 ROUNDS = 2
 """Micro-batches that are simulated, as a multiple of the stages: those in flight, and as many that

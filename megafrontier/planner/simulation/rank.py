@@ -12,6 +12,8 @@ import torch
 from megafrontier.comm.wires.registry import use_kernels
 from megafrontier.config import Config
 from megafrontier.model.flops import flops_per_token
+from megafrontier.plan.footprint import GIB
+from megafrontier.plan.resolve import RunPlan
 from megafrontier.planner.simulation import codecs
 from megafrontier.planner.simulation.attention import attention_kernel
 from megafrontier.planner.simulation.clock import COMPUTE, Clock
@@ -21,7 +23,6 @@ from megafrontier.planner.simulation.meter import Meter
 from megafrontier.planner.simulation.rates import Rates
 from megafrontier.planner.simulation.routing import Routing, RoutingKind
 from megafrontier.training.loop import start_step
-from megafrontier.training.plan import GIB, RunPlan
 from megafrontier.training.trainer import Trainer
 
 use_kernels("meta", codecs)

@@ -4,11 +4,11 @@ from dataclasses import replace
 from functools import partial
 
 from megafrontier.config import Config
+from megafrontier.plan.resolve import RunPlan
 from megafrontier.planner.simulation.pipelines import ROUNDS, combine
 from megafrontier.planner.simulation.rank import Marks, Prepare, Simulated, run_rank
 from megafrontier.planner.simulation.rates import UNKNOWN, Rates
 from megafrontier.planner.simulation.routing import RoutingKind, worst_routing
-from megafrontier.training.plan import RunPlan
 
 MICRO_BATCHES = 3
 """Simulated in a step by default: a first one, a usual one and a last one. Each further one is as

@@ -14,9 +14,10 @@ from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.common.errors import RunFailed, StorageFailed
 from megafrontier.config import Config, config_to_dict
 from megafrontier.data.tokenizers.tokenizer import save_cached_tokenizer
+from megafrontier.plan.footprint import master_itemsize
+from megafrontier.plan.resolve import RunPlan, optimizer_groups
 from megafrontier.training.callbacks.base import Callback, is_due
 from megafrontier.training.logging.run_log import RunLogger
-from megafrontier.training.plan import RunPlan, master_itemsize, optimizer_groups
 from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer
 

@@ -17,14 +17,15 @@ import torch
 from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import Config, load_config
+from megafrontier.data.sampling.loader import open_loader
 from megafrontier.launch.context import join_machine
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.parallel.param_spec import spec_of
+from megafrontier.planner.checks import check_training
 from megafrontier.training.loop import train_step
-from megafrontier.training.preview import check_training
-from megafrontier.training.trainer import Trainer, build_trainer, open_loader
+from megafrontier.training.trainer import Trainer, build_trainer
 
 WARM_UP = 3
 

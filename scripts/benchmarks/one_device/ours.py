@@ -21,12 +21,12 @@ from megafrontier.config import (
 from megafrontier.launch.context import join_machine
 from megafrontier.model.kernels.float8 import missing_float8
 from megafrontier.model.recompute.checkpointing import Mode
+from megafrontier.plan.resolve import resolve_plan
 from megafrontier.planner.auto import choose_layout
 from megafrontier.planner.simulation.rates import UNKNOWN
 from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.training.callbacks.base import Callback
 from megafrontier.training.loop import run
-from megafrontier.training.plan import resolve_plan
 from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer, build_trainer
 from scripts.benchmarks.one_device.setting import (

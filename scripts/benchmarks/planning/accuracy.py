@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from megafrontier.config import load_config
+from megafrontier.plan.resolve import resolve_plan
 from megafrontier.planner.simulation.meter import running_meter
 from megafrontier.planner.simulation.simulate import simulate
-from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import Trainer
 from scripts.benchmarks.shared.cluster import open_cluster
 from scripts.benchmarks.shared.device import occupy

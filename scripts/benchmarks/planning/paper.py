@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 import torch
 
 from megafrontier.config import load_config, load_machine
+from megafrontier.plan.resolve import resolve_plan
 from megafrontier.planner.layers import simulate_blocks
-from megafrontier.training.plan import resolve_plan
 from scripts.benchmarks.shared.measuring import make_parser
 
 CONFIG = "configs/gpt-20b.yaml"

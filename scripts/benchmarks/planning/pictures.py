@@ -16,13 +16,13 @@ import torch
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, load_config
+from megafrontier.plan.resolve import resolve_plan
 from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.simulation.clock import COMPUTE, Bar
 from megafrontier.planner.simulation.meter import running_meter
 from megafrontier.planner.simulation.rank import Simulated, run_rank
 from megafrontier.planner.simulation.rates import Rates
 from megafrontier.report.draw import pyplot, run_look
-from megafrontier.training.plan import resolve_plan
 from scripts.benchmarks.shared.measuring import make_parser
 from scripts.benchmarks.shared.pictures import timeline_panel
 

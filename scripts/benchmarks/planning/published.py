@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megafrontier.config import ModelConfig, load_config
+from megafrontier.plan.resolve import resolve_plan
 from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.simulation.simulate import simulate
-from megafrontier.training.plan import resolve_plan
 
 CONFIG = """
 run: {name: published}

@@ -15,16 +15,16 @@ from megafrontier.comm.ledger import Trace
 from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.comm.wires.wire import Wires
 from megafrontier.config import Config, load_config
-from megafrontier.data.sampling.loader import Loader
+from megafrontier.data.sampling.loader import Loader, open_loader
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.launch.context import join_machine
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.parallel.mesh import Mesh
+from megafrontier.plan.resolve import RunPlan
 from megafrontier.training.loop import train_step
-from megafrontier.training.plan import RunPlan
 from megafrontier.training.step import StepResult
-from megafrontier.training.trainer import Trainer, build_trainer, open_loader
+from megafrontier.training.trainer import Trainer, build_trainer
 from scripts.benchmarks.shared.device import occupy
 from scripts.benchmarks.shared.job import Answer, Job
 from scripts.benchmarks.shared.links import machine_cpu_seconds, sent

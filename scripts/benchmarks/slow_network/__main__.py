@@ -39,7 +39,7 @@ from megafrontier.common.arguments import split_overrides
 from megafrontier.common.errors import UserError, exit_on_fatal_error
 from megafrontier.common.files import write_atomically
 from megafrontier.config import load_config
-from megafrontier.training.preview import check_training
+from megafrontier.planner.checks import check_training
 from scripts.benchmarks.shared.cluster import Cluster, JobFailed, open_cluster, wait_for_quiet
 from scripts.benchmarks.shared.inputs import PER_NODE, write_inputs
 from scripts.benchmarks.shared.job import Answer, Job

@@ -22,7 +22,7 @@ from megafrontier.config import Config
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.gpt import GPT
 from megafrontier.parallel.mesh import Mesh
-from megafrontier.training.plan import RunPlan
+from megafrontier.plan.resolve import RunPlan
 from scripts.benchmarks.shared.job import Job
 from scripts.benchmarks.shared.ranks import Stepper, feed, trains, whole_model
 

@@ -18,8 +18,8 @@ from megafrontier.launch.health import preflight
 from megafrontier.launch.health.preflight import check_device, check_rank
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.mesh import Mesh
+from megafrontier.plan.resolve import resolve_plan
 from megafrontier.training.callbacks.save import checkpoint_bytes, save_trainer
-from megafrontier.training.plan import resolve_plan
 from megafrontier.training.trainer import build_trainer
 from tests import runs
 

@@ -10,10 +10,10 @@ import torch
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition import STRATEGIES
+from megafrontier.plan.resolve import resolve_plan
 from megafrontier.training import trainer as trainer_module
 from megafrontier.training.callbacks.save import save_trainer, shards
 from megafrontier.training.loop import train_step
-from megafrontier.training.plan import resolve_plan
 from megafrontier.training.resume.resume import resume
 from megafrontier.training.trainer import build_trainer
 from tests import runs

@@ -9,13 +9,9 @@ from megafrontier.common.errors import UserError
 from megafrontier.config import load_config
 from megafrontier.model.flops import parameter_count
 from megafrontier.parallel.mesh import Splits
-from megafrontier.training.plan import (
-    buffer_gib,
-    check_memory,
-    resolve_plan,
-    state_gib,
-    unit_sizes,
-)
+from megafrontier.plan.footprint import buffer_gib, state_gib, unit_sizes
+from megafrontier.plan.refuse import check_memory
+from megafrontier.plan.resolve import resolve_plan
 
 GIB = 2**30
 LAYERS = "model.layers=43"

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megafrontier.training.plan import resolve_plan
-from megafrontier.training.preview import describe_run
+from megafrontier.plan.describe import describe_run
+from megafrontier.plan.resolve import resolve_plan
 from tests import runs
 
 

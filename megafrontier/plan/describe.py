@@ -1,105 +1,33 @@
-"""What happens before a run starts: checks, warnings, and a summary of its ranks."""
+"""What a run logs before its first step: warnings, and a summary of its ranks."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 
 import torch
 
-from megafrontier.comm.wires.registry import DTYPES
+from megafrontier.comm.wires.registry import DTYPES, missing_kernels
 from megafrontier.comm.wires.wire import Wire, WorkWires
-from megafrontier.common.errors import UserError, need
+from megafrontier.common.errors import UserError
 from megafrontier.config import Config, OptimizerConfig
-from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
-from megafrontier.evaluation.tasks import check_tasks
 from megafrontier.families import family_for
-from megafrontier.model.moe.experts import EXPERT_AXES
+from megafrontier.model.attention.kinds import kinds_of
+from megafrontier.model.gpt import GPT
+from megafrontier.model.kernels.float8 import MULTIPLE, linear_layers
+from megafrontier.model.moe.experts import EXPERT_AXES, expert_sizes
+from megafrontier.model.moe.products import describe_product
 from megafrontier.model.scaling import describe_scaling
-from megafrontier.optim.adamw import find_apex
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import DATA_PARALLEL
+from megafrontier.parallel.world import World
 from megafrontier.partition.placement import Placement, error_levels
 from megafrontier.pipeline.balance import describe_pipeline, stage_costs
-from megafrontier.training.callbacks.base import Callback, load_class
-from megafrontier.training.host_memory import host_gib
-from megafrontier.training.plan import (
-    RunPlan,
-    StatePlan,
-    buffer_gib,
-    micro_batches_of,
-    optimizer_groups,
-    resolve_plan,
-    state_gib,
-)
-from megafrontier.training.traffic import tensor_traffic
-from megafrontier.training.trainer import PARTS, CorpusPart, open_loader, open_named_loaders
+from megafrontier.plan.assemble import computed_with, reason_not_compiled, reason_not_float8
+from megafrontier.plan.footprint import buffer_gib, host_gib, state_gib, tensor_traffic
+from megafrontier.plan.resolve import RunPlan, StatePlan, micro_batches_of, optimizer_groups
 
 MANY_PEERS = 512
 RCCL_DEVICES = ("MI250X", "AMD")
 """Parts of the names of devices that use RCCL."""
-
-
-def check_training(config: Config, ranks: int, parts: Sequence[CorpusPart] = PARTS) -> RunPlan:
-    """Check layout, vocabulary, corpora of `parts`, and for training packages. Returns the plan.
-
-    Reads files but computes nothing, so that ranks may be forked afterwards. Raises UserError.
-    """
-    plan = check_layout(config, ranks)
-    check_data(config, plan, parts)
-    if "train" in parts:
-        check_packages(config)
-    return plan
-
-
-def check_layout(config: Config, ranks: int) -> RunPlan:
-    """Check all that follows from the config and the number of ranks alone: splits, placement,
-    wires, batch and optimizer groups. Returns the plan. Reads no files of the run. Raises
-    UserError."""
-    plan = resolve_plan(config, ranks)
-    micro_batches_of(config, plan)
-    optimizer_groups(config)  # refuses groups that do not fit
-    return plan
-
-
-def check_data(config: Config, plan: RunPlan, parts: Sequence[CorpusPart]) -> None:
-    """Check the tokenizer, and the corpora of `parts` by one sample each. Raises UserError."""
-    check_vocabulary(config)
-    size = plan.shape.over(("data",)).ranks
-    loaders = [open_loader(config, part, 0, size) for part in parts]
-    if "valid" in parts:
-        loaders += open_named_loaders(config, 0, size).values()
-    for loader in loaders:
-        if loader is not None:
-            loader.samples.batch(0, 1)  # one sample shows most wrong tokenizers
-
-
-def check_packages(config: Config) -> None:
-    """Check that the packages, tasks and callbacks that the config names are there, and that
-    callbacks fit. Raises UserError."""
-    log = config.log
-    wandb = "" if log.wandb == "disabled" else log.wandb
-    chosen = {"wandb": wandb, "tensorboard": "true" * log.tensorboard, "mlflow": log.mlflow}
-    for package, value in chosen.items():
-        if value and find_spec(package) is None:
-            fits = f"needs a package: pip install megafrontier[{package}]"
-            raise UserError(f"log.{package}: {value}, {fits}")
-    check_tasks(config)
-    if config.optimizer.fused == "apex":
-        find_apex()
-    for name in log.callbacks:
-        changes = load_class(name).after_optimizer is not Callback.after_optimizer
-        is_offloaded = config.partition.offload.optimizer != "none"
-        if changes and (is_offloaded or config.partition.overlap_update):
-            key = "offload.optimizer=none" if is_offloaded else "overlap_update=false"
-            fits = f"may change masters after a step, need partition.{key}"
-            raise UserError(f"log.callbacks: {name}, {fits}")
-
-
-def check_vocabulary(config: Config) -> None:
-    """Raises UserError if the tokenizer encodes text to ids that the model does not have."""
-    least, given = cached_tokenizer(config.tokenizer).min_vocab_size, config.model.vocab_size
-    fits = f"need at least {least} for tokenizer {config.tokenizer}"
-    need(given >= least, "model.vocab_size", given, fits)
 
 
 def describe_run(
@@ -262,3 +190,47 @@ def _formats_of_work(config: Config, wires: WorkWires, levels: Levels) -> str:
         for level, (name, size) in enumerate(zip(levels.names, levels.sizes, strict=True))
         if size > 1
     )
+
+
+# Errors without a type of their own: of the CPU allocator; of the driver, for page-locked memory
+# and the buffers of NCCL or RCCL; of cuBLAS and similar libraries.
+
+
+# Errors without a type of their own: of the CPU allocator; of the driver, for page-locked memory
+# and the buffers of NCCL or RCCL; of cuBLAS and similar libraries.
+
+
+def describe_kernels(config: Config, world: World, plan: RunPlan, model: GPT) -> Iterator[str]:
+    """One line about the kernels, after warnings if they are not the requested ones. `model`: this
+    rank's part."""
+    wires = (plan.wires, plan.experts.wires)
+    codecs = {wire.codec for own in wires for wire in (*own.gather, *own.reduce)}
+    missing = world.first_error(missing_kernels(world.device.type, codecs))
+    if missing is not None:
+        yield f"warning: partition.wires: {missing}; encoded by plain torch, which takes longer"
+    reason = reason_not_compiled(config, world)
+    if reason is not None:
+        yield f"warning: train.compile: {reason}; the blocks run uncompiled"
+    if config.train.cuda_graphs and world.device.type == "cpu":
+        yield "warning: train.cuda_graphs: true, but a CPU has none; blocks run as before"
+    dtype = DTYPES[config.train.precision]
+    computed = computed_with(config, world, plan.shape.splits.context > 1)
+    kinds = kinds_of(config.model).values()
+    attention = ", ".join(kind.kernel(config.model, computed) for kind in kinds)
+    is_compiled = config.train.compile and reason is None
+    yield f"attention: {attention}; blocks: {'compiled' if is_compiled else 'not compiled'}"
+    if config.train.linear_precision is not None:
+        yield _describe_float8(reason_not_float8(world), model)
+    if config.model.moe is not None:
+        sizes = expert_sizes(config.model, config.model.moe)
+        yield f"experts: {describe_product(world.device, dtype, sizes)}"
+
+
+def _describe_float8(reason: str | None, model: GPT) -> str:
+    if reason is not None:
+        return f"warning: train.linear_precision: fp8: {reason}; linear layers multiply in bf16"
+    layers = linear_layers(model.trained_blocks())
+    used = [layer for layer in layers if getattr(layer, "float8", None) is not None]
+    others = len(layers) - len(used)
+    rest = f" ({others} in bf16, with sizes that are no multiples of {MULTIPLE})" if others else ""
+    return f"linear layers: {len(used)} in fp8{rest}; MFU is of the 16-bit peak"

@@ -1,0 +1,146 @@
+"""A rank's model, built from a configuration: GPT, stages, splits, shards."""
+
+from functools import partial
+
+import torch
+
+from megafrontier.comm.wires.registry import DTYPES
+from megafrontier.common.signals import block_stop_requests
+from megafrontier.config import Config
+from megafrontier.model.attention.base import Computed
+from megafrontier.model.attention.kinds import kinds_of
+from megafrontier.model.gpt import GPT
+from megafrontier.model.init import initial_slice
+from megafrontier.model.kernels.float8 import (
+    float8_of,
+    missing_float8,
+    use_float8,
+)
+from megafrontier.model.recompute.compile import missing_compiler, start_workers
+from megafrontier.optim.groups import OPTIMIZERS, OptimizerGroups
+from megafrontier.parallel.mesh import Mesh
+from megafrontier.parallel.param_spec import ParamSpec
+from megafrontier.parallel.world import World
+from megafrontier.partition import Engine, shard
+from megafrontier.partition.rules import UnitRules, Update
+from megafrontier.partition.unit import InitialSlice
+from megafrontier.pipeline.division import block_names, divide_model
+from megafrontier.pipeline.runner import Pipeline
+from megafrontier.pipeline.work import Runner, WholeModel
+from megafrontier.plan.resolve import RunPlan, optimizer_groups
+from megafrontier.splits.apply import apply_splits
+
+
+def build_model(
+    config: Config, plan: RunPlan, mesh: Mesh, has_values: bool = True
+) -> tuple[GPT, Engine]:
+    """A GPT sharded over the mesh, with its seeded initial values, or zeros without `has_values`:
+    then a checkpoint is loaded, or `Engine.initialise` follows with `initial_values`."""
+    compiles = config.train.compile and reason_not_compiled(config, mesh.world) is None
+    if compiles:
+        # A scheduler sends its signals to all processes of a job. They would end the workers.
+        with block_stop_requests():
+            start_workers(mesh.device)
+    with torch.device("meta"):
+        model = GPT(
+            config.model,
+            loss_chunk_tokens=config.train.loss_chunk_tokens,
+            checkpointing=config.checkpointing,
+            compile_blocks=compiles,
+            cuda_graphs=config.train.cuda_graphs,
+            z_loss=config.train.z_loss,
+        )
+    divide_model(model, plan.division, mesh)
+    pieces = config.parallel.token_pieces
+    connect = apply_splits(model, mesh, plan.activations, plan.tokens, pieces)
+    if config.train.linear_precision is not None and reason_not_float8(mesh.world) is None:
+        use_float8(model.trained_blocks(), float8_of(mesh.device))
+    groups = optimizer_groups(config)
+    engine = shard(
+        model,
+        model.units(),
+        plan.placement,
+        mesh,
+        dtype=DTYPES[config.train.precision],
+        wires=plan.wires,
+        error_feedback=plan.error_feedback,
+        rules=partial(_unit_rules, config, plan, mesh, groups),
+        overlap=config.partition.overlap,
+        prefetch=config.partition.prefetch,
+        check_order=config.partition.check_order,
+        initial=initial_values(config) if has_values else partial(_zeros, mesh.device),
+        groups=groups.of,
+        stages=block_names(model, plan.division, mesh.pipeline_rank),
+        update=_update(config, plan),
+    )
+    connect(engine)
+    return model, engine
+
+
+def _update(config: Config, plan: RunPlan) -> Update:
+    if plan.is_offloaded:
+        return "on_host"
+    return "overlapped" if config.partition.overlap_update else "at_once"
+
+
+def _unit_rules(
+    config: Config, plan: RunPlan, mesh: Mesh, groups: OptimizerGroups, spec: ParamSpec
+) -> UnitRules:
+    state = plan.of(spec.axes)
+    over, wires = mesh.hierarchy(spec.axes), state.wires
+    wires = wires if over.crossed is None else wires.extended(over.crossed)
+    may_be_late = OPTIMIZERS[groups.of(spec)[0]].may_update_late
+    update = _update(config, plan) if may_be_late else "at_once"
+    dtype = DTYPES[config.train.precision]
+    return UnitRules(
+        over,
+        state.placement,
+        wires,
+        dtype,
+        state.error_feedback,
+        update,
+        measures_norms=True,
+    )
+
+
+def make_runner(config: Config, plan: RunPlan, mesh: Mesh, model: GPT, engine: Engine) -> Runner:
+    """What runs a model that `build_model` has built. All ranks call it."""
+    if plan.division.ranks == 1:
+        return WholeModel(model, engine)
+    dtype = DTYPES[config.train.precision]
+    return Pipeline(model, engine, mesh, plan.division, dtype, plan.activations)
+
+
+def initial_values(config: Config) -> InitialSlice:
+    """The initial values that belong to the run's seed."""
+    return partial(initial_slice, config.run.seed)
+
+
+def _zeros(device: torch.device, _spec: ParamSpec, start: int, stop: int) -> torch.Tensor:
+    return torch.zeros(stop - start, device=device)
+
+
+# Errors without a type of their own: of the CPU allocator; of the driver, for page-locked memory
+# and the buffers of NCCL or RCCL; of cuBLAS and similar libraries.
+
+
+def reason_not_compiled(config: Config, world: World) -> str | None:
+    """What the first rank that cannot compile the blocks lacks, the same on every rank; None if
+    all ranks can, or train.compile is off."""
+    if not config.train.compile:
+        return None
+    computed = computed_with(config, world, config.parallel.context != 1)
+    reasons = [missing_compiler(world.device)]
+    reasons += [k.uncompilable(config.model, computed) for k in kinds_of(config.model).values()]
+    return world.first_error(next(filter(None, reasons), None))
+
+
+def computed_with(config: Config, world: World, is_cut: bool) -> Computed:
+    """`is_cut`: whether a rank has parts of sequences."""
+    return Computed(world.device, DTYPES[config.train.precision], config.data.document_mask, is_cut)
+
+
+def reason_not_float8(world: World) -> str | None:
+    """What the first rank whose device cannot multiply in float8 lacks, the same on every rank;
+    None if all can."""
+    return world.first_error(missing_float8(world.device))
