@@ -13,7 +13,7 @@ PRIVATE = frozenset(
         "weave woven Shelf shelf Scratch Pool Runs Change came_by take_over outlive settle "
         "together seen_by_rank_0 to_replicas crowd Crowd Alone seal Arrangement arrangement "
         "arrange foresee crowded risky Verdict verdict judge Pending Moment DeferredRead "
-        "deferred Logbook logbook remark tell told Ending is_alike is_one_ranks RollCall "
+        "Logbook logbook remark tell told Ending is_alike is_one_ranks RollCall "
         "rollcall neighbours Neighbours Activity culprits Watch watched backstop Backstop "
         "Attempt lease Lease Vectors LookUp remember upstream Need Translation Settings "
         "liberties habits strangers"

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from megafrontier.config import ModelConfig
 from megafrontier.model.attention.base import LayerCache
 from megafrontier.model.attention.kinds import make_attention
-from megafrontier.model.init import matrix_std, with_specs
+from megafrontier.model.init import matrix_std
+from megafrontier.model.linear import Linear
 from megafrontier.model.mlp import MLP
 from megafrontier.model.moe.layer import MoE, has_experts
 from megafrontier.model.norms import make_norm
@@ -109,8 +110,7 @@ class Prediction(nn.Module):
         """`options`: of the block."""
         super().__init__()
         self.hidden_norm, self.token_norm = make_norm(config), make_norm(config)
-        projection = nn.Linear(2 * config.hidden, config.hidden, bias=False)
-        self.projection = with_specs(projection, "matrix", matrix_std(config))
+        self.projection = Linear(2 * config.hidden, config.hidden, matrix_std(config))
         self.block = Block(config, config.layers, **options)
         self.norm = make_norm(config)
 

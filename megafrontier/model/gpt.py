@@ -19,6 +19,7 @@ from megafrontier.model.attention.kinds import KVCache
 from megafrontier.model.block import Block, Prediction
 from megafrontier.model.init import matrix_std, with_specs
 from megafrontier.model.kernels.lookup import FP32GradEmbedding
+from megafrontier.model.linear import Linear
 from megafrontier.model.loss import (
     Losses,
     PredictionLoss,
@@ -40,6 +41,7 @@ from megafrontier.model.positions import (
     rotary_tables,
     row_documents,
 )
+from megafrontier.model.ranks import DividedModule, TensorRanks
 from megafrontier.model.recompute.checkpointing import Modes, modes_of
 from megafrontier.model.recompute.compile import compiled, let_length_vary
 from megafrontier.model.recompute.offload import Offload
@@ -50,8 +52,11 @@ RotaryKind = tuple[float, bool] | None
 """The base of rotary frequencies, and whether `rotary_scaling` holds. None: no rotary positions."""
 
 
-class Embedding(nn.Module):
-    """Token embeddings, plus those of learned positions."""
+class Embedding(DividedModule):
+    """Token embeddings, plus those of learned positions.
+
+    With `ranks` the result is that of this rank's tokens [1, b · s / size, hidden].
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -69,6 +74,8 @@ class Embedding(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens [b, s], positions [b or 1, s] → [b, s, hidden]; `with_next` also that of the next
         token of each (of any token where there is none), or of the tokens that it gives."""
+        if self.ranks is not None:
+            return self._over_ranks(tokens, positions, with_next, self.ranks)
         if isinstance(with_next, Tensor):
             places = torch.cat([positions, positions], 1)
             both = self.forward(torch.cat([tokens, with_next], 1), places)
@@ -82,9 +89,32 @@ class Embedding(nn.Module):
             return hidden
         return hidden, hidden.flatten(0, 1).roll(-1, 0).view_as(hidden)
 
+    def _over_ranks(
+        self, tokens: Tensor, positions: Tensor, with_next: bool | Tensor, ranks: TensorRanks
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        given = [with_next] if isinstance(with_next, Tensor) else []
+        rows = len(self.tokens.weight)
+        ids = torch.cat([tokens, *given], 1).flatten() - ranks.index * rows
+        is_local = (ids >= 0) & (ids < rows)
+        values = self.tokens(ids.where(is_local, 0)) * is_local[:, None]
+        places = ranks.part(positions.expand_as(tokens).flatten())
+        if with_next is False:
+            return self._reduced(values, places, ranks)
+        values, following = values.chunk(2) if given else (values, values.roll(-1, 0))
+        return self._reduced(values, places, ranks), self._reduced(following, places, ranks)
 
-class Head(nn.Module):
-    """Final norm, output projection and loss."""
+    def _reduced(self, values: Tensor, places: Tensor, ranks: TensorRanks) -> Tensor:
+        hidden = ranks.reduce_tokens(values)
+        if hasattr(self, "positions"):
+            hidden = hidden + self.positions(places)
+        return F.dropout(scaled(hidden, self.multiplier), self.dropout, self.training)[None]
+
+
+class Head(DividedModule):
+    """Final norm, output projection and loss.
+
+    With `ranks` it gets this rank's tokens, and each rank has some columns of the logits.
+    """
 
     def __init__(
         self,
@@ -98,9 +128,6 @@ class Head(nn.Module):
         super().__init__()
         self.chunk_losses: Losses = losses
         self.chunk_scores: Scores = chunk_scores
-        self.gather: nn.Module | None = None
-        """With tensor parallelism: gets hidden states of some tokens, and returns those of all. The
-        losses and scores are then of some columns of the logits."""
         self.z_loss = ZLoss(z_loss) if z_loss else None
         self.vocab_size = config.vocab_size
         self.loss_chunk_tokens = loss_chunk_tokens
@@ -110,8 +137,13 @@ class Head(nn.Module):
         given = config.prediction
         self.prediction = None if given is None else PredictionLoss(given.coefficient)
         if not config.tie_embeddings:
-            output = nn.Linear(config.hidden, config.padded_vocab_size, bias=False)
-            self.output = with_specs(output, "matrix", matrix_std(config), config.vocab_size)
+            self.output = Linear(
+                config.hidden,
+                config.padded_vocab_size,
+                matrix_std(config),
+                cut="vocabulary",
+                valid_rows=config.vocab_size,
+            )
 
     def forward(
         self,
@@ -124,10 +156,10 @@ class Head(nn.Module):
         """hidden [b, s, hidden] → logits [b, s, vocab_size], or with targets [b, s] the fp32 sum of
         their cross-entropies, or with `scores`, too, `token_scores` [b · s, 2]. `tied`
         [rows, hidden] is the output matrix of tied embeddings. `later`: the result of `Prediction`
-        and its targets. Raises RuntimeError with `gather` and without targets."""
-        if targets is None and self.gather is not None:
+        and its targets. Raises RuntimeError with `ranks` and without targets."""
+        if targets is None and self.ranks is not None:
             raise RuntimeError("logits of a split head, need a model on one rank")
-        weight = self.output.weight if tied is None else tied
+        weight = self.output.matrices[0] if tied is None else tied
         hidden = scaled(self.norm(hidden), self.multiplier)
         if targets is None:
             return capped(F.linear(hidden, weight)[..., : self.vocab_size], self.softcap)
@@ -139,7 +171,7 @@ class Head(nn.Module):
                 vocab_size=self.vocab_size,
                 chunk_tokens=self.loss_chunk_tokens,
                 softcap=self.softcap,
-                scores=self.chunk_scores,
+                scores=self.chunk_scores if self.ranks is None else self.ranks.chunk_scores,
             )
         loss = self._loss(hidden, weight, targets, self.z_loss)
         if later is None or self.prediction is None:
@@ -156,14 +188,14 @@ class Head(nn.Module):
             targets.flatten(),
             vocab_size=self.vocab_size,
             chunk_tokens=self.loss_chunk_tokens,
-            losses=self.chunk_losses,
+            losses=self.chunk_losses if self.ranks is None else self.ranks.chunk_losses,
             z_loss=z_loss,
             softcap=self.softcap,
         )
 
     def _all_tokens(self, hidden: Tensor) -> Tensor:
-        gathered = hidden if self.gather is None else self.gather(hidden)
-        return gathered.flatten(0, 1)
+        tokens = hidden.flatten(0, 1)
+        return tokens if self.ranks is None else self.ranks.gather_tokens(tokens)
 
 
 class _NextTokens(NamedTuple):

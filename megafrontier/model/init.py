@@ -40,10 +40,10 @@ def with_specs(
     kind: ParameterKind,
     std: float = 0.0,
     valid_rows: int | None = None,
-    head_rows: int = 0,
     mean: float | None = None,
 ) -> M:
-    """Give a linear layer, an embedding or a norm the specs of its parameters, and return it.
+    """Give an embedding or a norm the specs of its parameters, and return it. The rows of an
+    embedding with `valid_rows` are those of the vocabulary.
 
     `mean`: of the weight's initial values; default 1 for norms, else 0. A norm's bias is of the
     kind `norm` too. Biases are initially 0.
@@ -58,7 +58,7 @@ def with_specs(
         init_mean=float(kind == "norm") if mean is None else mean,
         init_std=std,
         valid_rows=valid_rows,
-        head_rows=head_rows,
+        cut=None if valid_rows is None else "vocabulary",
     )
     set_spec(weight, spec)
     if bias is not None:

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
-from megafrontier.model.init import matrix_std, with_specs
+from megafrontier.model.init import matrix_std
 from megafrontier.model.kernels.gates import gated
+from megafrontier.model.linear import Linear
 
 
 def up_rows(config: ModelConfig, width: int) -> int:
@@ -40,11 +41,12 @@ class MLP(nn.Module):
         self.activate: Callable[[Tensor, str], Tensor] = activate
         """May be compiled where `forward` is not."""
         width = width or config.mlp_hidden
-        up = nn.Linear(config.hidden, up_rows(config, width), bias=config.has_mlp_bias)
-        down = nn.Linear(width, config.hidden, bias=config.has_mlp_bias)
-        self.up = with_specs(up, "matrix", matrix_std(config))
-        self.down = with_specs(down, "matrix", matrix_std(config, to_residual=True))
+        bias, to_residual = config.has_mlp_bias, matrix_std(config, to_residual=True)
+        rows = [width] * (up_rows(config, width) // width)
+        self.up = Linear(config.hidden, rows, matrix_std(config), bias=bias, cut="columns")
+        self.down = Linear(width, config.hidden, to_residual, bias=bias, cut="rows")
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [b, s, hidden] → [b, s, hidden]."""
-        return self.down(self.activate(self.up(hidden), self.activation))
+        lowered: Tensor = self.down(self.activate(self.up(hidden), self.activation))
+        return lowered

@@ -16,6 +16,7 @@ from megafrontier.parallel.mesh import DATA_PARALLEL
 
 ParameterKind = Literal["matrix", "norm", "bias", "embedding", "expert", "router"]
 Role = Literal["hidden", "output", "vector"]
+Cut = Literal["columns", "rows", "heads", "vocabulary", "expert"]
 _ATTRIBUTE = "_megafrontier_spec"
 
 
@@ -61,6 +62,13 @@ class ParamSpec:
     head_rows: int = 0
     """Rows of an attention head, if the global tensor is the matrices of several below each other;
     otherwise 0."""
+    cut: Cut | None = None
+    """What a split divides over its ranks. columns, rows: a linear layer's outputs and inputs, as
+    Megatron's column-parallel and row-parallel layers. heads, vocabulary: the rows of attention
+    heads or of tokens. expert: by experts. Default: each rank has all."""
+    parts: tuple[int, ...] = ()
+    """Rows of the matrices that lie below each other in it, if each of them is cut. Default: it is
+    cut as one."""
 
     def __post_init__(self) -> None:
         if not self.box:

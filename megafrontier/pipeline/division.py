@@ -3,11 +3,13 @@
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import torch
 from torch import nn
 
 from megafrontier.common.errors import need
 from megafrontier.config import ModelConfig, ParallelConfig
 from megafrontier.model.gpt import GPT
+from megafrontier.model.linear import Linear
 from megafrontier.parallel.mesh import ENDS, Mesh
 from megafrontier.parallel.param_spec import set_spec, spec_of
 from megafrontier.pipeline.balance import balanced_layers
@@ -154,7 +156,8 @@ def keep_stages(model: GPT, division: Division, rank: int) -> None:
         set_spec(matrix, replace(spec, name=name, axes=(*spec.axes, ENDS)))
         if has_last:
             rows, width = matrix.shape
-            model.head.output = nn.Linear(width, rows, bias=False, device="meta")
+            with torch.device("meta"):
+                model.head.output = Linear(width, rows, std=0.0)
             model.head.output.weight = matrix
     if not has_first:
         del model.embedding

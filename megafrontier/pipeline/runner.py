@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megafrontier.comm.wires.wire import UNCHANGED, WorkWires
 from megafrontier.model.gpt import GPT
-from megafrontier.model.late_weights import LateGradients, OtherGradients
+from megafrontier.model.recompute.deferred import DeferredGradients, OtherGradients
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition.engine import Engine
 from megafrontier.partition.modules.gathers import Pass
@@ -112,7 +112,7 @@ class Pipeline:
             case ActionKind.BACKWARD_INPUT:
                 self._backward_of_inputs(step, action)
             case ActionKind.BACKWARD_WEIGHT:
-                self._split.weights(step.late.pop((action.stage, action.micro_batch)))
+                self._split.weights(step.deferred.pop((action.stage, action.micro_batch)))
 
     def _forward(self, step: "_Step", action: Action) -> None:
         blocks, batch = self.division.blocks(action.stage), step.work.batches[action.micro_batch]
@@ -150,7 +150,7 @@ class Pipeline:
     def _backward_of_inputs(self, step: "_Step", action: Action) -> None:
         at = action.stage, action.micro_batch
         hidden, result = step.graphs.pop(at)
-        gradient, step.late[at] = self._split.inputs(
+        gradient, step.deferred[at] = self._split.inputs(
             result,
             self._needed(step, action),
             hidden,
@@ -217,5 +217,5 @@ class _Step:
     graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = field(
         default_factory=dict
     )
-    late: dict[tuple[int, int], LateGradients] = field(default_factory=dict)
+    deferred: dict[tuple[int, int], DeferredGradients] = field(default_factory=dict)
     others: dict[int, OtherGradients] = field(default_factory=lambda: defaultdict(OtherGradients))

@@ -11,11 +11,8 @@ from megafrontier.model.attention.base import Computed
 from megafrontier.model.attention.kinds import kinds_of
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice
-from megafrontier.model.kernels.float8 import (
-    float8_of,
-    missing_float8,
-    use_float8,
-)
+from megafrontier.model.kernels.float8 import float8_of, missing_float8
+from megafrontier.model.linear import use_float8
 from megafrontier.model.recompute.compile import missing_compiler, start_workers
 from megafrontier.optim.groups import OPTIMIZERS, OptimizerGroups
 from megafrontier.parallel.mesh import Mesh

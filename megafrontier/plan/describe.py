@@ -12,7 +12,8 @@ from megafrontier.config import Config, OptimizerConfig
 from megafrontier.families import family_for
 from megafrontier.model.attention.kinds import kinds_of
 from megafrontier.model.gpt import GPT
-from megafrontier.model.kernels.float8 import MULTIPLE, linear_layers
+from megafrontier.model.kernels.float8 import MULTIPLE
+from megafrontier.model.linear import linear_layers
 from megafrontier.model.moe.experts import EXPERT_AXES, expert_sizes
 from megafrontier.model.moe.products import describe_product
 from megafrontier.model.scaling import describe_scaling
@@ -230,7 +231,7 @@ def _describe_float8(reason: str | None, model: GPT) -> str:
     if reason is not None:
         return f"warning: train.linear_precision: fp8: {reason}; linear layers multiply in bf16"
     layers = linear_layers(model.trained_blocks())
-    used = [layer for layer in layers if getattr(layer, "float8", None) is not None]
+    used = [layer for layer in layers if layer.float8 is not None]
     others = len(layers) - len(used)
     rest = f" ({others} in bf16, with sizes that are no multiples of {MULTIPLE})" if others else ""
     return f"linear layers: {len(used)} in fp8{rest}; MFU is of the 16-bit peak"

@@ -6,12 +6,12 @@ before they go back over the level. Gradients take the same routes in the other 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megafrontier.comm.wires.wire import UNCHANGED, WorkWires
@@ -20,8 +20,8 @@ from megafrontier.model.gpt import GPT
 from megafrontier.model.moe.experts import Experts
 from megafrontier.model.moe.layer import MoE
 from megafrontier.parallel.hierarchy import Hierarchy
-from megafrontier.parallel.param_spec import set_spec, spec_of
 from megafrontier.partition.engine import Engine
+from megafrontier.splits.cut import cut_parameters
 from megafrontier.splits.token_dispatch import Move, TokenExchange, TokenRoutes
 from megafrontier.splits.token_routes import ABSENT, Counts
 
@@ -44,24 +44,13 @@ def split_experts(model: GPT, index: int, size: int) -> "ExpertGroup":
     number of experts that `size` does not divide.
     """
     group = ExpertGroup()
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if model.config.moe is not None:
+        check_expert_split(model.config.moe.experts, size)
+    cut_parameters(model, ["expert"], "expert", index, size)
     for block in model.trained_blocks():
         if isinstance(block.mlp, MoE):
-            _cut(block.mlp.experts, index, size, names)
             block.mlp.dispatch = group.dispatch
     return group
-
-
-def _cut(experts: Experts, index: int, size: int, names: dict[int, str]) -> None:
-    check_expert_split(experts.count, size)
-    for name, whole in list(experts.named_parameters()):
-        spec = spec_of(names[id(whole)], whole)
-        count = len(whole) // size
-        first = index * count
-        part = nn.Parameter(whole.detach()[first : first + count].clone())
-        box = ((first, first + count), *spec.box[1:])
-        set_spec(part, replace(spec, name=names[id(whole)], box=box))
-        experts.register_parameter(name, part)
 
 
 class ExpertGroup:

@@ -20,7 +20,6 @@ from megafrontier.comm.streams import AsyncChain
 from megafrontier.comm.wires.block import INT8
 from megafrontier.comm.wires.wire import UNCHANGED, WorkWires
 from megafrontier.model.kernels.float8 import formats, product, quantized, weight_gradient
-from megafrontier.model.late_weights import keep_for_weights
 from megafrontier.model.recompute.checkpointing import save_results_of
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition.engine import Engine
@@ -134,6 +133,34 @@ class TokenGroup:
                 started = self.start_gather(part[following])
             yield here, tokens
 
+    def start_gather_linear_weights(
+        self, part: Tensor, gradient: Tensor, weights: Sequence[Tensor], float8: int | None
+    ) -> Callable[[], list[Tensor]]:
+        """Begin to gather the part again. The result gives the gradients of `gather_linear`'s
+        weights."""
+        used, (chain, tokens) = formats(float8), self.start_gather(part)
+
+        def finish() -> list[Tensor]:
+            self.wait(chain)
+            rows = quantized(tokens, used.values).t()
+            parts = gradient.split([len(weight) for weight in weights], -1)
+            return [product(quantized(part, used.gradients).t(), rows) for part in parts]
+
+        return finish
+
+    def start_linear_reduce_weight(
+        self, inputs: Tensor, gradient: Tensor, float8: int | None
+    ) -> Callable[[], list[Tensor]]:
+        """Begin to gather the gradient of this rank's tokens [n / size, h] again. The result gives
+        the gradient of `linear_reduce`'s weight."""
+        chain, whole = self.start_gather(gradient)
+
+        def finish() -> list[Tensor]:
+            self.wait(chain)
+            return [weight_gradient(whole, inputs, float8)]
+
+        return finish
+
     def rows_of(self, tokens: Tensor, piece: slice) -> Tensor:
         """The rows of a piece in the tokens [size · m, …] of all ranks, as [size, rows, …]."""
         return tokens.view(self.size, -1, *tokens.shape[1:])[:, piece]
@@ -165,12 +192,10 @@ def gather_linear(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
     group: int,
-    number: Tensor | None,
     float8: int | None,
 ) -> Tensor:
     """Linear layers side by side of all ranks' tokens: `part` [m, h], weights [w, h] each, and
-    biases [w] each or none → [size · m, sum of w]. Saves the part alone for backward. With a
-    `number` backward leaves the weights out (`late_weights`), see `gather_linear_weights`.
+    biases [w] each or none → [size · m, sum of w]. Saves the part alone for backward.
     `float8`: the number of the formats to multiply in; each piece of tokens has its own scale."""
     ranks, used = _groups[group], formats(float8)
     matrices = [quantized(weight, used.values) for weight in weights]
@@ -197,7 +222,9 @@ def _gather_linear_backward(
 ) -> list[Tensor]:
     """The gradients of part, weights (if `has_weights`) and biases."""
     ranks, used = _groups[group], formats(float8)
-    finish = gather_linear_weights(part, gradient, weights, group, float8) if has_weights else None
+    finish = None
+    if has_weights:
+        finish = ranks.start_gather_linear_weights(part, gradient, weights, float8)
     matrices = [quantized(weight, used.values).t() for weight in weights]
     widths = [len(weight) for weight in weights]
     by_part, reducing = torch.empty_like(part), []
@@ -217,30 +244,10 @@ def _gather_linear_backward(
     return [by_part, *by_weights, *by_biases]
 
 
-def gather_linear_weights(
-    part: Tensor, gradient: Tensor, weights: Sequence[Tensor], group: int, float8: int | None
-) -> Callable[[], list[Tensor]]:
-    """Begin to gather the part again. The result gives the gradients of the weights."""
-    ranks, used = _groups[group], formats(float8)
-    chain, tokens = ranks.start_gather(part)
-
-    def finish() -> list[Tensor]:
-        ranks.wait(chain)
-        widths = [len(weight) for weight in weights]
-        rows = quantized(tokens, used.values).t()
-        parts = (quantized(columns, used.gradients) for columns in gradient.split(widths, -1))
-        return [product(columns.t(), rows) for columns in parts]
-
-    return finish
-
-
 @torch.library.custom_op("megafrontier::linear_reduce", mutates_args=())
-def linear_reduce(
-    inputs: Tensor, weight: Tensor, group: int, number: Tensor | None, float8: int | None
-) -> Tensor:
+def linear_reduce(inputs: Tensor, weight: Tensor, group: int, float8: int | None) -> Tensor:
     """A linear layer cut by its inputs: [n, w] and weight [h, w] → this rank's tokens [n / size, h]
-    of the sum over ranks. With a `number` backward leaves the weight out, see
-    `linear_reduce_weight`. `float8`: as of `gather_linear`."""
+    of the sum over ranks. `float8`: as of `gather_linear`."""
     ranks, used = _groups[group], formats(float8)
     matrix = quantized(weight, used.values)
     out = inputs.new_empty(inputs.shape[0] // ranks.size, len(weight))
@@ -274,21 +281,6 @@ def _linear_reduce_backward(
         target = ranks.rows_of(by_inputs, piece)
         target.copy_(product(quantized(tokens, used.gradients), matrix).view(target.shape))
     return [by_inputs, weight_gradient(whole, inputs, float8)] if has_weight else [by_inputs]
-
-
-def linear_reduce_weight(
-    inputs: Tensor, gradient: Tensor, group: int, float8: int | None
-) -> Callable[[], list[Tensor]]:
-    """Begin to gather the gradient of this rank's tokens [n / size, h] again. The result gives the
-    gradient of the weight."""
-    ranks = _groups[group]
-    chain, whole = ranks.start_gather(gradient)
-
-    def finish() -> list[Tensor]:
-        ranks.wait(chain)
-        return [weight_gradient(whole, inputs, float8)]
-
-    return finish
 
 
 @gather_tokens.register_fake
@@ -341,38 +333,32 @@ def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _keep_gather_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    part, weights, biases, ctx.group, number, ctx.float8 = inputs
-    ctx.count, ctx.has_bias = len(weights), bool(biases)
-    ctx.save_for_backward(number, part, *weights)
+    part, weights, biases, ctx.group, ctx.float8 = inputs
+    ctx.has_bias = bool(biases)
+    ctx.save_for_backward(part, *weights)
 
 
 def _keep_linear_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    values, weight, ctx.group, number, ctx.float8 = inputs
-    ctx.save_for_backward(number, values, weight)
+    values, weight, ctx.group, ctx.float8 = inputs
+    ctx.save_for_backward(values, weight)
 
 
 def _back_gather_linear(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    number, part, *weights = ctx.saved_tensors
-    gradient, count = gradient.contiguous(), 0 if number is not None else ctx.count
+    part, *weights = ctx.saved_tensors
+    has_weights = any(ctx.needs_input_grad[1])  # not those whose gradients are deferred
     by_part, *rest = _gather_linear_backward(
-        gradient, part, weights, ctx.has_bias, ctx.group, number is None, ctx.float8
+        gradient.contiguous(), part, weights, ctx.has_bias, ctx.group, has_weights, ctx.float8
     )
-    by_weights = rest[:count] or [None] * ctx.count
-    return by_part, by_weights, rest[count:], None, _keep(number, part, gradient), None
+    count = len(weights) if has_weights else 0
+    return by_part, rest[:count] or [None] * len(weights), rest[count:], None, None
 
 
 def _back_linear_reduce(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    number, inputs, weight = ctx.saved_tensors
-    gradient = gradient.contiguous()
+    inputs, weight = ctx.saved_tensors
     by_inputs, *by_weight = _linear_reduce_backward(
-        gradient, inputs, weight, ctx.group, number is None, ctx.float8
+        gradient.contiguous(), inputs, weight, ctx.group, ctx.needs_input_grad[1], ctx.float8
     )
-    return by_inputs, *(by_weight or [None]), None, _keep(number, inputs, gradient), None
-
-
-def _keep(number: Tensor | None, *kept: Tensor) -> Tensor | None:
-    """The gradient of `number`, if the gradients of weights come later."""
-    return None if number is None else keep_for_weights(kept, number)
+    return by_inputs, *(by_weight or [None]), None, None
 
 
 # Each rank uses all tokens that it gathers, so their gradients are summed over the ranks.

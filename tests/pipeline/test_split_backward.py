@@ -6,9 +6,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
-from megafrontier.model.late_weights import OtherGradients
+from megafrontier.model.linear import Linear
 from megafrontier.model.moe import experts
 from megafrontier.model.moe.products import grouped_product, loop_product, padded_product
+from megafrontier.model.recompute.deferred import OtherGradients
 from megafrontier.pipeline.split_backward import SplitBackward
 from tests.model.moe.shapes import SHARED, mixture
 from tests.model.small_models import SHAPES, small_config
@@ -96,7 +97,7 @@ def test_the_first_part_leaves_the_products_for_weights_to_the_second(make_model
     loss, late = model(tokens, tokens), []
     given = loss, None, None, model.parameters(), OtherGradients()
     first = flops(lambda: late.append(split.inputs(*given)[1]))
-    blocks = sum(m.weight.numel() for m in model.blocks.modules() if isinstance(m, nn.Linear))
+    blocks = sum(m.weight.numel() for m in model.blocks.modules() if isinstance(m, Linear))
     second = 2 * tokens.numel() * blocks
     assert first + second == backward
     assert flops(lambda: split.weights(late[0])) == second

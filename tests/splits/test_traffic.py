@@ -8,7 +8,7 @@ import torch
 
 from megafrontier.common.errors import UserError
 from megafrontier.config.model.moe import ExpertGroupsConfig, MoEConfig
-from megafrontier.model.late_weights import OtherGradients
+from megafrontier.model.recompute.deferred import OtherGradients
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import Splits
 from megafrontier.partition.presets import work_wires

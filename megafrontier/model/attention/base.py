@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
-from megafrontier.model.init import matrix_std, with_specs
+from megafrontier.model.init import matrix_std
 from megafrontier.model.kernels.exchanges import Exchange
+from megafrontier.model.linear import Linear
 from megafrontier.model.norms import make_rms_norm
 from megafrontier.model.positions import AttentionContext, rotate
 
@@ -103,21 +104,26 @@ class HeadAttention(Attention):
         self.head_size, self.value_size = config.head_dim, config.value_dim
         self._add_projections(config)
         inner = self.heads * self.value_size
-        out = nn.Linear(inner, config.hidden, bias=config.has_out_bias)
-        self.out = with_specs(out, "matrix", matrix_std(config, to_residual=True))
+        std = matrix_std(config, to_residual=True)
+        self.out = Linear(inner, config.hidden, std, bias=config.has_out_bias, cut="rows")
         self.query_norm = self.key_norm = None
         if config.qk_norm != "none":
             is_full = config.qk_norm == "full"
             counts = (self.heads, self.kv_heads) if is_full else (1, 1)
             self.query_norm, self.key_norm = (
-                make_rms_norm(config, count * self.head_size) for count in counts
+                make_rms_norm(config, count * self.head_size, is_full) for count in counts
             )
 
     def _add_projections(self, config: ModelConfig) -> None:
         kv_inner = self.kv_heads * self.head_size
-        self.widths = [self.heads * self.head_size, kv_inner, kv_inner]
-        qkv = nn.Linear(config.hidden, sum(self.widths), bias=config.has_qkv_bias)
-        self.qkv = with_specs(qkv, "matrix", matrix_std(config), head_rows=self.head_size)
+        self.qkv = Linear(
+            config.hidden,
+            [self.heads * self.head_size, kv_inner, kv_inner],
+            matrix_std(config),
+            bias=config.has_qkv_bias,
+            cut="columns",
+            head_rows=self.head_size,
+        )
 
     def _project(self, hidden: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [b, s, hidden] → queries, keys and values [b, s, heads, head_size], rotated."""
@@ -125,10 +131,11 @@ class HeadAttention(Attention):
         # With tensor parallelism `hidden` has some of the tokens, and the projection all of them.
         projected = self.qkv(hidden).view(batch, length, -1)
         query, key, value = (
-            part.unflatten(-1, (-1, self.head_size)) for part in projected.split(self.widths, -1)
+            part.unflatten(-1, (-1, self.head_size))
+            for part in projected.split(self.qkv.widths, -1)
         )
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = _normalised(self.query_norm, query), _normalised(self.key_norm, key)
+            query, key = self.query_norm(query), self.key_norm(key)
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
         return query, key, value
@@ -153,10 +160,3 @@ class HeadAttention(Attention):
         """query [b, s, heads, head_size], key and value [b, s, kv_heads, head_size] → the shape of
         query, or [b · s, heads, head_size]."""
         raise NotImplementedError
-
-
-def _normalised(norm: nn.RMSNorm, heads: Tensor) -> Tensor:
-    """heads [b, s, heads, d], normalised each or all together, as the norm's size says."""
-    rows = heads.flatten(2).unflatten(-1, (-1, *norm.normalized_shape))
-    found: Tensor = norm(rows)
-    return found.view_as(heads)

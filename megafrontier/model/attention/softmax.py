@@ -60,7 +60,7 @@ class SoftmaxAttention(HeadAttention):
         self.sinks: nn.Parameter | None = None
         if config.attention.sinks:
             self.sinks = nn.Parameter(torch.empty(self.heads))
-            set_spec(self.sinks, ParamSpec("", (self.heads,), "bias"))
+            set_spec(self.sinks, ParamSpec("", (self.heads,), "bias", cut="heads"))
 
     def attend(
         self,
@@ -102,9 +102,10 @@ class SoftmaxAttention(HeadAttention):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
     ) -> Tensor:
-        grouped = self.kv_heads != self.heads
+        sharing = query.shape[1] // key.shape[1]
+        grouped = sharing > 1
         if grouped and not backends.supports_gqa(query.device, query.dtype, mask is not None):
-            key, value = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (key, value))
+            key, value = (t.repeat_interleave(sharing, 1) for t in (key, value))
             grouped = False
         return F.scaled_dot_product_attention(
             query,

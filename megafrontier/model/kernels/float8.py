@@ -1,4 +1,4 @@
-"""Linear layers whose matrix products are computed in float8, forward and backward.
+"""Matrix products in float8, forward and backward.
 
 Weights and activations have 3 bits of mantissa (e4m3), gradients 2 and a wider range (e5m2):
 Micikevicius et al. 2022, arXiv:2209.05433. Each tensor has one scale, which follows from its
@@ -6,14 +6,10 @@ largest magnitude when it is used, so there is no state from step to step, and t
 nothing. Sums are fp32. Results, and what autograd saves, keep the type of the input.
 """
 
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-from megafrontier.model.late_weights import LateWeights, keep_for_weights
+from torch import Tensor
 
 MULTIPLE = 16
 """Kernels need matrices whose sizes are multiples of this."""
@@ -80,46 +76,18 @@ def weight_gradient(gradient: Tensor, inputs: Tensor, float8: int | None) -> Ten
     return product(quantized(gradient, used.gradients).t(), quantized(inputs, used.values).t())
 
 
-class Float8Layer(LateWeights):
-    """A linear layer that can multiply in float8 while it trains."""
-
-    float8: int | None = None
-    """The number of the formats, if it does."""
-
-    @property
-    def trained_float8(self) -> int | None:
-        """The number of the formats of this forward. Evaluation does not depend on the scale of a
-        batch."""
-        return self.float8 if self.training else None
-
-
-class Float8Linear(nn.Linear, Float8Layer):
-    """nn.Linear with products in float8."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """input [.., in_features] → [.., out_features]."""
-        if self.trained_float8 is None:
-            return F.linear(input, self.weight, self.bias)
-        found: Tensor = _Product.apply(input, self.weight, self.number, self.float8)
-        return found if self.bias is None else found + self.bias
-
-    @property
-    def late_matrices(self) -> list[Tensor]:
-        return [self.weight]
-
-    def start_gradients(self, *kept: Tensor) -> Callable[[], Sequence[Tensor]]:
-        inputs, gradient = (tensor.flatten(0, -2) for tensor in kept)
-        return lambda: [weight_gradient(gradient, inputs, self.float8)]
+def float8_linear(inputs: Tensor, weight: Tensor, float8: int) -> Tensor:
+    """inputs [.., k] and weight [outputs, k] → [.., outputs]."""
+    result: Tensor = _Product.apply(inputs, weight, float8)
+    return result
 
 
 class _Product(torch.autograd.Function):
-    """inputs · weightᵀ. With a `number` backward leaves the weight out (`late_weights`)."""
+    """inputs · weightᵀ."""
 
     @staticmethod
-    def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, number: Tensor | None, float8: int
-    ) -> Tensor:
-        ctx.save_for_backward(inputs, weight, number)
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, float8: int) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
         ctx.float8 = float8
         used = formats(float8)
         rows = quantized(inputs.flatten(0, -2), used.values)
@@ -127,33 +95,15 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, weight, number = ctx.saved_tensors
+        inputs, weight = ctx.saved_tensors
         (gradient,) = grad_outputs
         used = formats(ctx.float8)
         rows = quantized(gradient.flatten(0, -2), used.gradients)
         by_inputs = product(rows, quantized(weight, used.values).t()).view_as(inputs)
-        if number is not None:
-            return by_inputs, None, keep_for_weights([inputs, gradient], number), None
+        if not ctx.needs_input_grad[1]:
+            return by_inputs, None, None
         by_weight = product(rows.t(), quantized(inputs.flatten(0, -2), used.values).t())
-        return by_inputs, by_weight, None, None
-
-
-def use_float8(modules: Iterable[nn.Module], float8: int) -> None:
-    """Let the linear layers in `modules` multiply in formats of this number, if the sizes of their
-    matrices fit. The parameters stay as they are."""
-    for layer in linear_layers(modules):
-        matrices = layer.late_matrices if isinstance(layer, Float8Layer) else [layer.weight]
-        if any(size % MULTIPLE for matrix in matrices for size in matrix.shape):
-            continue
-        if type(layer) is nn.Linear:
-            layer.__class__ = Float8Linear
-        layer.float8 = float8
-
-
-def linear_layers(modules: Iterable[nn.Module]) -> list[Any]:
-    """The layers for which `use_float8` is."""
-    inner = (layer for module in modules for layer in module.modules())
-    return [layer for layer in inner if isinstance(layer, nn.Linear | Float8Layer)]
+        return by_inputs, by_weight, None
 
 
 def missing_float8(device: torch.device) -> str | None:

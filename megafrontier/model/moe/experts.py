@@ -7,15 +7,16 @@ from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig, MoEConfig
 from megafrontier.model.init import matrix_std
-from megafrontier.model.late_weights import LateWeights
 from megafrontier.model.mlp import activate, up_rows
 from megafrontier.model.moe.products import (
+    Multiply,
     Product,
     choose_product,
     grouped_product,
     loop_product,
     matrix_gradients,
 )
+from megafrontier.model.recompute.deferred import DeferrableProduct
 from megafrontier.parallel.param_spec import ParamSpec, set_spec
 
 EXPERT_AXES = ("tensor", "expert_data")
@@ -39,7 +40,8 @@ class Experts(nn.Module):
         up, down = matrix_std(config), matrix_std(config, to_residual=True)
         self.up = _make((moe.experts, up_rows(config, width), config.hidden), up)
         self.down = _make((moe.experts, config.hidden, width), down)
-        self.late_up, self.late_down = ExpertMatrices(self, "up"), ExpertMatrices(self, "down")
+        self.up_product = ExpertProduct(self, "up")
+        self.down_product = ExpertProduct(self, "down")
 
     @property
     def count(self) -> int:
@@ -54,11 +56,12 @@ class Experts(nn.Module):
         product = self.product(tokens)
         if not len(tokens):  # a batched or grouped product may refuse it
             product = loop_product
-        numbers = self.late_up.number, self.late_down.number
-        return product(tokens, counts, self.up, self.down, self._activate_rows, numbers)
+        return product(tokens, counts, self.mlps)
 
-    def _activate_rows(self, raised: Tensor) -> Tensor:
-        return self.activate(raised, self.activation)
+    def mlps(self, multiply: Multiply, rows: Tensor, counts: Tensor) -> Tensor:
+        """`ExpertMLPs` of these experts."""
+        raised = self.up_product(multiply, rows, counts)
+        return self.down_product(multiply, self.activate(raised, self.activation), counts)
 
     def product(self, tokens: Tensor) -> Product:
         """The product for tokens of this type on this device."""
@@ -66,17 +69,20 @@ class Experts(nn.Module):
         return choose_product(tokens.device, tokens.dtype, sizes)
 
 
-class ExpertMatrices(LateWeights):
-    """The up or the down matrices of experts, if their gradients come later. It has no parameters
-    of its own."""
+class ExpertProduct(DeferrableProduct):
+    """The product with the up or the down matrices of experts. It has no parameters itself."""
 
     def __init__(self, experts: Experts, name: str) -> None:
         super().__init__()
         self._of = experts, name  # in a tuple, so that torch does not take it for a child
 
     @property
-    def late_matrices(self) -> list[Tensor]:
+    def matrices(self) -> list[Tensor]:
         return [getattr(*self._of)]
+
+    def forward(self, multiply: Multiply, rows: Tensor, counts: Tensor) -> Tensor:
+        """The rows of outputs, as of `Multiply`."""
+        return self.multiply(lambda own: multiply(rows, counts, own[0]), rows, counts)
 
     def start_gradients(self, *kept: Tensor) -> Callable[[], Sequence[Tensor]]:
         rows, counts, gradient = kept
@@ -86,7 +92,9 @@ class ExpertMatrices(LateWeights):
 
 def _make(shape: tuple[int, ...], std: float) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(shape))
-    set_spec(parameter, ParamSpec("", shape, "expert", axes=EXPERT_AXES, init_std=std))
+    set_spec(
+        parameter, ParamSpec("", shape, "expert", axes=EXPERT_AXES, init_std=std, cut="expert")
+    )
     return parameter
 
 

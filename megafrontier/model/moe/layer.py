@@ -1,7 +1,5 @@
 """A mixture of experts in place of a block's MLP."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +9,7 @@ from megafrontier.model.mlp import MLP, activate
 from megafrontier.model.moe.dispatch import Dispatch, local_dispatch
 from megafrontier.model.moe.experts import Experts
 from megafrontier.model.moe.router import Router
+from megafrontier.model.ranks import DividedModule
 from megafrontier.model.recompute.compile import compiled_rows
 from megafrontier.parallel.param_spec import ParamSpec, set_spec
 
@@ -31,10 +30,11 @@ def compile_activations(model: nn.Module) -> None:
                 module.shared.activate = run
 
 
-class MoE(nn.Module):
+class MoE(DividedModule):
     """Router, experts and shared experts.
 
     `dispatch` brings tokens to their experts and back. Expert parallelism replaces it.
+    With `ranks` each rank routes the tokens that it has between the matrices.
     """
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, number: int = 0) -> None:
@@ -44,8 +44,6 @@ class MoE(nn.Module):
         self.router = Router(config, moe)
         self.experts = Experts(config, moe)
         self.dispatch: Dispatch = local_dispatch
-        self.part: Callable[[Tensor], Tensor] | None = None
-        """With tensor parallelism: maps values of all tokens [n] to those of this rank's tokens."""
         self.shared: MLP | None = None
         self.shared_gate: nn.Parameter | None = None
         if moe.shared_experts:
@@ -61,7 +59,9 @@ class MoE(nn.Module):
         """hidden [b, s, hidden] → [b, s, hidden]. `counted`: as in `AttentionContext`."""
         tokens = hidden.flatten(0, -2)
         if counted is not None:
-            counted = counted.flatten() if self.part is None else self.part(counted.flatten())
+            counted = (
+                counted.flatten() if self.ranks is None else self.ranks.part(counted.flatten())
+            )
         chosen, weights = self.router(tokens, counted)
         finish = self.dispatch(tokens, chosen, weights, self.experts)
         shared = self._share(hidden)  # while tokens move

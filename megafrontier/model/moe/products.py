@@ -8,26 +8,20 @@
 """
 
 from collections.abc import Callable
-from functools import cache, partial
-from typing import Any
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megafrontier.model.late_weights import keep_for_weights
-
-Numbers = tuple[Tensor | None, Tensor | None]
-"""Of the two matrices of each expert, if their gradients come later (`late_weights`)."""
-ActivationFunction = Callable[[Tensor], Tensor]
-Product = Callable[[Tensor, Tensor, Tensor, Tensor, ActivationFunction, Numbers], Tensor]
-"""tokens [n, hidden], counts int64 [experts], up [experts, rows, hidden], down [experts, hidden,
-width], the activation and `Numbers` → [n, hidden]."""
 Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
 """rows [n, columns] or [experts, most, columns], counts int64 [experts] and matrices [experts,
 outputs, columns] → rows of outputs."""
-
-WHOLE: Numbers = (None, None)
+ExpertMLPs = Callable[[Multiply, Tensor, Tensor], Tensor]
+"""Both products of all experts and the activation between them, with a given `Multiply`: rows and
+counts → rows of outputs."""
+Product = Callable[[Tensor, Tensor, ExpertMLPs], Tensor]
+"""tokens [n, hidden] sorted by expert, counts int64 [experts] and the experts → [n, hidden]."""
 
 ALIGNMENT = 16
 """Bytes of which torch's grouped product needs a multiple in each row."""
@@ -35,52 +29,32 @@ PADDED_LIMIT = 2.0
 """The padded product may have this many times as many rows as there are tokens."""
 
 
-def padded_product(
-    tokens: Tensor,
-    counts: Tensor,
-    up: Tensor,
-    down: Tensor,
-    activate: ActivationFunction,
-    numbers: Numbers = WHOLE,
-) -> Tensor:
+def padded_product(tokens: Tensor, counts: Tensor, mlps: ExpertMLPs) -> Tensor:
     """`pad_product` to the most tokens of any expert; `loop_product` if that would be more than
     `PADDED_LIMIT` times the tokens."""
     most = int(counts.max())
     if most * len(counts) > PADDED_LIMIT * len(tokens):
-        return loop_product(tokens, counts, up, down, activate, numbers)
-    return pad_product(tokens, counts, up, down, activate, numbers, most)
+        return loop_product(tokens, counts, mlps)
+    return pad_product(tokens, counts, mlps, most)
 
 
-def pad_product(
-    tokens: Tensor,
-    counts: Tensor,
-    up: Tensor,
-    down: Tensor,
-    activate: ActivationFunction,
-    numbers: Numbers,
-    most: int,
-) -> Tensor:
+def pad_product(tokens: Tensor, counts: Tensor, mlps: ExpertMLPs, most: int) -> Tensor:
     """A batched product of all experts, with the tokens of each padded to `most`."""
     experts = torch.repeat_interleave(counts, output_size=len(tokens))
     starts = counts.cumsum(0) - counts
     places = experts * most + torch.arange(len(tokens), device=tokens.device) - starts[experts]
     padded = tokens.new_zeros(len(counts) * most, tokens.shape[1]).index_copy(0, places, tokens)
-    rows = padded.view(len(counts), most, -1)
-    found = _multiply_both(_batched, rows, counts, up, down, activate, numbers)
-    return found.flatten(0, 1)[places]
+    return mlps(_batched, padded.view(len(counts), most, -1), counts).flatten(0, 1)[places]
 
 
-def _multiply_both(
-    multiply: Multiply,
-    rows: Tensor,
-    counts: Tensor,
-    up: Tensor,
-    down: Tensor,
-    activate: ActivationFunction,
-    numbers: Numbers = WHOLE,
-) -> Tensor:
-    raised = multiply_late(multiply, rows, counts, up, numbers[0])
-    return multiply_late(multiply, activate(raised), counts, down, numbers[1])
+def loop_product(tokens: Tensor, counts: Tensor, mlps: ExpertMLPs) -> Tensor:
+    """One expert after another."""
+    return mlps(_loop, tokens, counts)
+
+
+def grouped_product(tokens: Tensor, counts: Tensor, mlps: ExpertMLPs) -> Tensor:
+    """torch's grouped matrix product, which reads the counts on the device."""
+    return mlps(_grouped, tokens, counts)
 
 
 def _loop(rows: Tensor, counts: Tensor, matrices: Tensor) -> Tensor:
@@ -94,49 +68,12 @@ def _grouped(rows: Tensor, counts: Tensor, matrices: Tensor) -> Tensor:
     return F.grouped_mm(rows, matrices.transpose(1, 2), offs=_stops(counts))
 
 
-loop_product: Product = partial(_multiply_both, _loop)
-"""One expert after another."""
-grouped_product: Product = partial(_multiply_both, _grouped)
-"""torch's grouped matrix product, which reads the counts on the device."""
-
-
 def _batched(rows: Tensor, counts: Tensor, matrices: Tensor) -> Tensor:
     return torch.bmm(rows, matrices.transpose(1, 2))
 
 
 def _stops(counts: Tensor) -> Tensor:
     return counts.cumsum(0).to(torch.int32)
-
-
-def multiply_late(
-    multiply: Multiply, rows: Tensor, counts: Tensor, matrices: Tensor, number: Tensor | None
-) -> Tensor:
-    """The product; with a `number` its backward leaves the matrices out (`late_weights`), see
-    `matrix_gradients`."""
-    if number is None or not torch.is_grad_enabled():
-        return multiply(rows, counts, matrices)
-    out: Tensor = _WithoutMatrices.apply(multiply, rows, counts, matrices, number)
-    return out
-
-
-class _WithoutMatrices(torch.autograd.Function):
-    """A product whose backward keeps what the gradients of the matrices are made of."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, multiply: Multiply, rows: Tensor, counts: Tensor, matrices: Tensor, number: Tensor
-    ) -> Tensor:
-        ctx.multiply = multiply
-        ctx.save_for_backward(rows, counts, matrices, number)
-        return multiply(rows, counts, matrices)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        rows, counts, matrices, number = ctx.saved_tensors
-        gradient = grad_outputs[0].contiguous()
-        by_rows = ctx.multiply(gradient, counts, matrices.transpose(1, 2))
-        by_number = keep_for_weights([rows, counts, gradient], number)
-        return None, by_rows, None, None, by_number
 
 
 def matrix_gradients(rows: Tensor, counts: Tensor, gradient: Tensor, grouped: bool) -> Tensor:
@@ -176,7 +113,7 @@ def _has_grouped(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...
             values = torch.ones(32, 64, dtype=dtype, device=device, requires_grad=True)
             up = torch.ones(2, 64, 64, dtype=dtype, device=device, requires_grad=True)
             counts = torch.tensor([0, 32], device=device)
-            out = grouped_product(values, counts, up, up, F.gelu, WHOLE)
+            out = _grouped(F.gelu(_grouped(values, counts, up)), counts, up)
             torch.autograd.grad(out, (values, up), torch.ones_like(out))
             return bool(out.isfinite().all())
     except (RuntimeError, AttributeError, NotImplementedError):

@@ -23,9 +23,7 @@ from megafrontier.config import Config, DeviceConfig, MoEConfig
 from megafrontier.model.moe.products import (
     PADDED_LIMIT,
     PRODUCTS,
-    WHOLE,
-    ActivationFunction,
-    Numbers,
+    ExpertMLPs,
     Product,
     grouped_product,
     loop_product,
@@ -109,35 +107,21 @@ def _read_counts(levels: Levels, tokens: int) -> Counts:
     return Counts(levels, _current.get().counts(levels, tokens))
 
 
-def _loop(
-    tokens: Tensor,
-    counts: Tensor,
-    up: Tensor,
-    down: Tensor,
-    activate: ActivationFunction,
-    numbers: Numbers = WHOLE,
-) -> Tensor:
+def _loop(tokens: Tensor, counts: Tensor, mlps: ExpertMLPs) -> Tensor:
     """`loop_product` of experts with equally many tokens, which needs as much memory as others."""
     each, more = divmod(len(tokens), len(counts))
     equal = torch.tensor([each + (index < more) for index in range(len(counts))])
-    return loop_product(tokens, equal, up, down, activate, numbers)
+    return loop_product(tokens, equal, mlps)
 
 
-def _padded(
-    tokens: Tensor,
-    counts: Tensor,
-    up: Tensor,
-    down: Tensor,
-    activate: ActivationFunction,
-    numbers: Numbers = WHOLE,
-) -> Tensor:
+def _padded(tokens: Tensor, counts: Tensor, mlps: ExpertMLPs) -> Tensor:
     """`pad_product` of experts with equally many tokens, or with the most that are padded."""
     running_meter().synchronize()
     most = -(-len(tokens) // len(counts))
     if _current.get().kind != "uniform":
         padded = int(PADDED_LIMIT * len(tokens) / len(counts))
         most = max(most, min(padded, len(tokens)))  # an expert has no more than all tokens
-    return pad_product(tokens, counts, up, down, activate, numbers, most)
+    return pad_product(tokens, counts, mlps, most)
 
 
 READERS["meta"] = _read_counts

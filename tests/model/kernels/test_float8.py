@@ -8,9 +8,10 @@ from torch import nn
 
 from megafrontier.model.gpt import GPT
 from megafrontier.model.kernels import float8
-from megafrontier.model.kernels.float8 import FORMATS, Float8Linear, linear_layers, use_float8
-from megafrontier.model.late_weights import OtherGradients
+from megafrontier.model.kernels.float8 import FORMATS
+from megafrontier.model.linear import Linear, linear_layers, use_float8
 from megafrontier.model.recompute.checkpointing import run_checkpointed
+from megafrontier.model.recompute.deferred import OtherGradients
 from megafrontier.pipeline.split_backward import SplitBackward
 from tests.model.moe.shapes import SHARED
 from tests.model.recompute.test_checkpointing import Counting
@@ -61,11 +62,10 @@ def test_values_are_rounded_to_the_nearest_of_the_format_and_none_is_clipped(dty
 
 def test_results_and_gradients_are_the_products_of_rounded_matrices():
     torch.manual_seed(2)
-    layer = nn.Linear(32, 48)
+    layer = Linear(32, 48, 0.0, bias=True)
     inputs = torch.randn(2, 16, 32, requires_grad=True)
     gradient = torch.randn(2, 16, 48)
     use_float8([layer], 0)
-    assert type(layer) is Float8Linear
     made = layer(inputs)
     made.backward(gradient)
     values, gradients = FORMATS[0]
@@ -85,7 +85,7 @@ def test_results_and_gradients_are_the_products_of_rounded_matrices():
 
 
 def test_values_that_are_not_finite_reach_the_result_and_zeros_stay():
-    layer = nn.Linear(16, 16, bias=False)
+    layer = Linear(16, 16, 0.0)
     use_float8([layer], 0)
     for bad in (torch.inf, torch.nan):
         inputs = torch.ones(16, 16)
@@ -119,16 +119,17 @@ def test_recomputed_compiled_and_late_gradients_are_the_same_to_the_bit(compiler
         gradients(model_with(checkpointing="selective", compile_blocks=True), tokens), expected
     )
     assert compiler.frame_count == 2  # the blocks, and the losses
-    model = model_with()
-    split, others = SplitBackward(model, model.blocks, copies=False), OtherGradients()
-    _, late = split.inputs(model(tokens, tokens), None, None, model.parameters(), others)
-    assert model.blocks[0].mlp.up.weight.grad is None
-    split.weights(late)
-    assert same({name: p.grad for name, p in model.named_parameters()}, expected)
+    for compiles in (False, True):
+        model = model_with(compile_blocks=compiles)
+        split, others = SplitBackward(model, model.blocks, copies=compiles), OtherGradients()
+        _, late = split.inputs(model(tokens, tokens), None, None, model.parameters(), others)
+        assert model.blocks[0].mlp.up.weight.grad is None
+        split.weights(late)
+        assert same({name: p.grad for name, p in model.named_parameters()}, expected)
 
 
 def test_selective_checkpointing_keeps_the_products():
-    layer = nn.Linear(32, 32)
+    layer = Linear(32, 32, 0.0, bias=True)
     use_float8([layer], 0)
     inputs = torch.randn(16, 32, requires_grad=True)
     with Counting() as counting:
@@ -138,10 +139,11 @@ def test_selective_checkpointing_keeps_the_products():
 
 def test_layers_whose_sizes_do_not_fit_and_all_but_linear_layers_of_blocks_stay_as_they_are():
     model = GPT(small_config(**SHARED, ffn_hidden=40))
-    before = {name: type(module) for name, module in model.named_modules()}
     use_float8(model.trained_blocks(), 0)
-    changed = {n for n, module in model.named_modules() if type(module) is not before[n]}
+    layers = {n: module for n, module in model.named_modules() if isinstance(module, Linear)}
+    changed = {name for name, layer in layers.items() if layer.float8 is not None}
     assert changed
+    assert changed < layers.keys()
     for name in changed:
         sizes = model.get_submodule(name).weight.shape
         assert name.startswith("blocks.")

@@ -2,7 +2,6 @@
 over tokens."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from megafrontier.config import MoEConfig
 from megafrontier.config.model.moe import ExpertGroupsConfig
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
-from megafrontier.model.mlp import activate
 from megafrontier.model.moe.experts import Experts
 from megafrontier.model.moe.layer import MoE
 from megafrontier.model.moe.products import grouped_product, loop_product, padded_product
@@ -131,7 +129,6 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts():
         torch.testing.assert_close(out[token], total, rtol=1e-4, atol=1e-4)
 
 
-swiglu = partial(activate, activation="swiglu")
 COUNTS = {
     "equal": [5] * 8,
     "some empty": [0, 7, 0, 9, 4, 6, 8, 6],
@@ -146,7 +143,7 @@ def test_each_product_and_its_gradients_equal_the_loop(product, counts):
     found = []
     for each in (loop_product, product):
         tokens = TOKENS.clone().requires_grad_()
-        out = each(tokens, torch.tensor(counts), experts.up, experts.down, swiglu)
+        out = each(tokens, torch.tensor(counts), experts.mlps)
         grads = torch.autograd.grad(out.square().sum(), (tokens, experts.up, experts.down))
         found.append((out, *grads))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)

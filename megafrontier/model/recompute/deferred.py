@@ -1,7 +1,7 @@
-"""Layers whose matrices may get their gradients later than their inputs.
+"""Products whose matrices may get their gradients later than their inputs.
 
 A pipeline with a zero-bubble schedule needs the gradients of inputs first (Qi et al.,
-arXiv:2401.10241). A layer that has a number then leaves the gradients of its matrices out of its
+arXiv:2401.10241). A product that has a number then leaves the gradients of its matrices out of its
 backward, and keeps the tensors that they are made of.
 
 Note [Layers by number]
@@ -13,28 +13,55 @@ computes this gradient, the one that keeps the tensors.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-class LateWeights(nn.Module):
-    """A module whose backward leaves its matrices out if `number` is set."""
+class DeferrableProduct(nn.Module):
+    """A product with matrices. Its backward leaves these out if `number` is set."""
 
     number: Tensor | None = None
-    """Of this layer. An operator of the layer calls `keep_for_weights` with it in backward."""
+    """Of this product, [] and fp32."""
 
     @property
-    def late_matrices(self) -> list[Tensor]:
-        """The parameters that get their gradients later."""
+    def matrices(self) -> list[Tensor]:
+        """The parameters whose gradients may be deferred."""
         raise NotImplementedError
 
     def start_gradients(self, *kept: Tensor) -> Callable[[], Sequence[Tensor]]:
-        """Begin what the gradients need from other ranks. `kept`: as in `keep_for_weights`.
+        """Begin what the gradients need from other ranks. `kept`: the tensors that were given to
+        `multiply`, and the gradient of its result.
 
-        Returns the function that gives the gradients of `late_matrices`.
+        Returns the function that gives the gradients of `matrices`.
         """
         raise NotImplementedError
+
+    def multiply(self, product: Callable[[list[Tensor]], Tensor], *kept: Tensor) -> Tensor:
+        """`product` of the matrices. If their gradients are deferred, its backward keeps `kept`."""
+        if self.number is None or not torch.is_grad_enabled():
+            return product(self.matrices)
+        # Without a matrix that requires a gradient, autograd leaves out the product for it.
+        result = product([matrix.detach() for matrix in self.matrices])
+        deferred: Tensor = _Keep.apply(result, self.number, *kept)
+        return deferred
+
+
+class _Keep(torch.autograd.Function):
+    """A result as it is. Its backward keeps tensors and the gradient for a later backward."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, number: Tensor, *kept: Tensor) -> Tensor:
+        ctx.save_for_backward(number, *kept)
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        number, *kept = ctx.saved_tensors
+        gradient = grad_outputs[0].contiguous()
+        by_number = keep_for_weights([*kept, gradient], number)
+        return gradient, by_number, *[None] * len(kept)
 
 
 class OtherGradients:
@@ -54,16 +81,16 @@ class OtherGradients:
 
     def take(self) -> list[tuple[Tensor, Tensor]]:
         """Each parameter that had a gradient in this step, and its sum, in the parameter's type."""
-        found = [
+        totals = [
             (parameter, parameter.new_zeros(()).expand(parameter.shape) if total is None else total)
             for parameter, total in self._sums.items()
         ]
         self._sums = dict.fromkeys(self._sums)
-        return [(parameter, total.to(parameter.dtype)) for parameter, total in found]
+        return [(parameter, total.to(parameter.dtype)) for parameter, total in totals]
 
 
 @dataclass
-class LateGradients:
+class DeferredGradients:
     """What a backward of inputs leaves to the backward of weights."""
 
     others: OtherGradients
@@ -71,16 +98,16 @@ class LateGradients:
     copies: bool
     """Whether kept tensors are copied. Compiled code reuses the memory of what it passes on."""
     products: list[tuple[int, list[Tensor]]] = field(default_factory=list)
-    """Number of a layer, and what it keeps."""
+    """Number of a product, and what it keeps."""
 
 
-_keeping: list[LateGradients] = []
+_keeping: list[DeferredGradients] = []
 
 
 @contextmanager
-def keeping(late: LateGradients) -> Iterator[None]:
-    """Keep what layers leave out of a backward in the body."""
-    _keeping.append(late)
+def keeping(deferred: DeferredGradients) -> Iterator[None]:
+    """Keep what products leave out of a backward in the body."""
+    _keeping.append(deferred)
     try:
         yield
     finally:
@@ -89,10 +116,10 @@ def keeping(late: LateGradients) -> Iterator[None]:
 
 @torch.library.custom_op("megafrontier::keep_for_weights", mutates_args=())
 def keep_for_weights(kept: Sequence[Tensor], number: Tensor) -> Tensor:
-    """Keep what the gradients of a layer's matrices are made of. Returns the gradient of
+    """Keep what the gradients of a product's matrices are made of. Returns the gradient of
     `number`."""
-    late = _keeping[-1]
-    late.products.append((int(number.item()), [t.clone() if late.copies else t for t in kept]))
+    into = _keeping[-1]
+    into.products.append((int(number.item()), [t.clone() if into.copies else t for t in kept]))
     return torch.zeros_like(number)
 
 
