@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar, cast
 
@@ -17,10 +17,11 @@ from megafrontier.config.building import build
 from megafrontier.optim.gradients import clip_factor, global_norm
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import Mesh, Splits
-from megafrontier.partition import STRATEGIES, Engine, Placement, Wires
+from megafrontier.partition import STRATEGIES, Engine, Placement
 from megafrontier.partition import shard as shard_over
 from megafrontier.partition.placement import STATES, reason_for_copy
 from megafrontier.partition.presets import choose_wires, has_error_feedback
+from megafrontier.partition.rules import Overlap, StateRules
 from megafrontier.partition.unit import InitialSlice
 
 M = TypeVar("M", bound=nn.Module)
@@ -156,20 +157,15 @@ def shard(
     hierarchy = mesh.hierarchy()
     options = {"overlap": overlap, "prefetch": prefetch, "weights_copy": weights_copy}
     config = _partition_config(placement, wires, options)
-    where, formats, has_feedback = _resolve(config, hierarchy.levels, names[dtype])
+    rules = _resolve(config, hierarchy.levels, dtype, names[dtype])
     found_blocks = find_blocks(inner, blocks)
     engine = shard_over(
         inner,
         found_blocks,
-        where,
+        replace(rules, update="on_host" if offload else "at_once"),
         hierarchy,
-        dtype=dtype,
-        wires=formats,
-        error_feedback=has_feedback,
-        overlap=config.overlap,
-        prefetch=config.prefetch,
+        overlap=Overlap(config.overlap, config.prefetch),
         initial=initial,
-        update="on_host" if offload else "at_once",
     )
     divisor = hierarchy.size if reduce == "mean" else 1
     names_of_blocks = [name for name, _ in found_blocks]
@@ -239,14 +235,15 @@ def _partition_config(
 
 
 def _resolve(
-    config: PartitionConfig, levels: Levels, precision: str
-) -> tuple[Placement, Wires, bool]:
+    config: PartitionConfig, levels: Levels, dtype: torch.dtype, precision: str
+) -> StateRules:
     try:
         placement = Placement.from_config(config, levels)
         wires = choose_wires(config.wires, placement, levels, precision)
         if not config.weights_copy:
             reason = reason_for_copy([placement.on(levels)], precision, wires.have_deltas)
             need(reason is None, "weights_copy", False, reason or "")
-        return placement, wires, has_error_feedback(config, wires, placement, levels)
+        has_feedback = has_error_feedback(config, wires, placement, levels)
+        return StateRules(placement, wires, dtype, has_feedback)
     except UserError as error:
         raise UserError(str(error).replace("partition.", "")) from error

@@ -12,8 +12,9 @@
 `modules/hooks.py` decides when a unit is unsharded and when its gradient is reduced.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 
@@ -43,27 +44,22 @@ from megafrontier.partition.modules.wrap import (
     replace_parameters,
 )
 from megafrontier.partition.placement import Placement
-from megafrontier.partition.rules import GroupOf, UnitRules, Update
+from megafrontier.partition.rules import GroupOf, Overlap, Rules, StateRules
 from megafrontier.partition.unit import ROOT, InitialSlice, Named, Unit
+
+DEFAULT_OVERLAP = Overlap()
 
 
 def shard(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
-    placement: Placement,
+    rules: Rules | Placement,
     mesh: Mesh | Hierarchy,
     *,
-    dtype: torch.dtype = torch.float32,
-    wires: Wires | None = None,
-    error_feedback: bool = False,
-    rules: Callable[[ParamSpec], UnitRules] | None = None,
-    overlap: Policy = "safe",
-    prefetch: int = 1,
-    check_order: bool = False,
+    overlap: Overlap = DEFAULT_OVERLAP,
     initial: InitialSlice | None = None,
     groups: GroupOf = lambda spec: ("", 0),
     stages: Sequence[Sequence[str]] = (),
-    update: Update = "at_once",
 ) -> "Engine":
     """Shard a model's state over a mesh. The model keeps its class and is called as before.
 
@@ -77,26 +73,16 @@ def shard(
     like the others, without gradients. Buffers stay on each rank.
 
     blocks: (name, module), in the order in which they run.
+    rules: how the state of each parameter is sharded, computed with, sent and updated; a placement
+        alone stands for fp32 in computation and messages.
     mesh: the state of each parameter is sharded over the axes that its spec names. With a hierarchy
         instead, that of all parameters is sharded over it.
-    dtype: computing type of weights and gradients. Masters are fp32.
-    wires: format of messages on each level. Default: `dtype`.
-    error_feedback: add the quantisation errors of gradient messages to those of the next step. They
-        are kept for the levels between gradients and optimizer state; if there is none, for the
-        levels that every micro-batch is reduced over.
-    rules: which parameters have another hierarchy, placement, computing type or other wires. Those
-        of a block with the same rules form a unit. Default: those of the arguments above.
-    overlap: `none`; `safe`: one collective in flight; `full`: one on each level.
-    prefetch: units gathered ahead of the one that runs. None with `overlap="none"`.
-    check_order: compare the ranks' next operation before each collective, one level at a time. It
-        is slow, and finds ranks that run different blocks.
     initial: (spec, start, stop) → elements [start, stop) of a parameter's initial value, 1-D fp32,
         for a model on the meta device. Default: the model's present values, which must be the same
         on every rank.
     groups: (optimizer, group) of a parameter, by its spec. Parameters of a unit have the same
         optimizer, and those of a group lie side by side, in the order of the groups.
     stages: names of the blocks of each part that is called by itself, inside of `Engine.stage`.
-    update: `overlapped` needs `UnitOptimizers`.
 
     Raises UserError for complex parameters; for blocks that are not part of the model, share a
     name, are called root, or use parameters of a block inside them; for a model that is sharded
@@ -106,49 +92,37 @@ def shard(
     if initial is None:
         initial = current_values(model)
         refuse_different(model, mesh)
-    wires = wires or Wires.plain(len(mesh.levels.sizes), dtype)
-
-    def common(spec: ParamSpec) -> UnitRules:
-        over = mesh.hierarchy(spec.axes) if isinstance(mesh, Mesh) else mesh
-        sent = wires if over.crossed is None else wires.extended(over.crossed)
-        return UnitRules(over, placement, sent, dtype, error_feedback, update)
-
-    hierarchy = mesh.hierarchy() if isinstance(mesh, Mesh) else mesh
-    engine = Engine(placement, hierarchy, wires, overlap, prefetch, check_order, update)
-    engine.init_units(model, divide(model, blocks), initial, groups, rules or common, stages)
+    if isinstance(rules, Placement):
+        rules = StateRules.plain(rules, mesh.levels)
+    engine = Engine(rules, mesh, overlap)
+    engine.init_units(model, divide(model, blocks), initial, groups, stages)
     return engine
 
 
 class Engine:
     """The units of one model. Made by `shard`.
 
-    `hierarchy`, `placement` and `wires` are those of parameters that no split cuts and no rule
-    names.
+    `hierarchy`, `placement` and `wires` are those of parameters that no split cuts.
     """
 
     def __init__(
-        self,
-        placement: Placement,
-        hierarchy: Hierarchy,
-        wires: Wires,
-        overlap: Policy,
-        prefetch: int,
-        check_order: bool,
-        update: Update = "at_once",
+        self, rules: Rules, mesh: Mesh | Hierarchy, overlap: Overlap = DEFAULT_OVERLAP
     ) -> None:
-        self.placement = placement.on(hierarchy.levels)
-        self.hierarchy = hierarchy
-        self.wires = wires
+        self._rules, self._mesh = rules, mesh
+        self.hierarchy = hierarchy = mesh.hierarchy() if isinstance(mesh, Mesh) else mesh
+        self.placement = rules.default.placement.on(hierarchy.levels)
+        self.wires = rules.default.wires
         self.ledger = Ledger(hierarchy.levels.names, hierarchy.device)
         self.units: list[Unit] = []
         # A single rank may have nothing to send, and a thread would only cost time.
-        is_alone = max(hierarchy.size, hierarchy.world.size) == 1 and update == "at_once"
-        self._policy: Policy = "none" if is_alone else overlap
-        self._prefetch = 0 if self._policy == "none" else prefetch
-        policy: Policy = "safe" if check_order and self._policy == "full" else self._policy
+        is_alone = max(hierarchy.size, hierarchy.world.size) == 1
+        is_alone = is_alone and rules.default.update == "at_once"
+        self._policy: Policy = "none" if is_alone else overlap.policy
+        self._prefetch = 0 if self._policy == "none" else overlap.prefetch
+        self._check_order = overlap.check_order
+        policy: Policy = "safe" if self._check_order and self._policy == "full" else self._policy
         levels = len(hierarchy.levels.sizes)
         self._streams = CommStreams(policy, levels, hierarchy.device, hierarchy.arbiter)
-        self._check_order = check_order
         self._collectives: dict[tuple[Hierarchy, Wires, TrafficKind | None], LevelCollectives] = {}
 
     def init_units(
@@ -157,7 +131,6 @@ class Engine:
         divided: Sequence[WrappedBlock],
         initial: InitialSlice,
         group_of: GroupOf,
-        rules: Callable[[ParamSpec], UnitRules],
         stages: Sequence[Sequence[str]],
     ) -> None:
         """Make units of a model's parameters and attach hooks to its modules."""
@@ -168,7 +141,7 @@ class Engine:
         self.pool = UnitBufferPool(prefetch + 1, self.hierarchy.device)
         points: dict[WrappedBlock, HookPoint] = {}
         for block in divided:
-            units = self._make_units(block, group_of, rules)
+            units = self._make_units(block, group_of)
             parent = next((points[b] for b in block.around() if b in points), None)
             points[block] = HookPoint(block.name, block.module, units, parent)
             self.units += units
@@ -192,31 +165,36 @@ class Engine:
             unit.initialise(initial)
         self._broadcast_weights(self.units, from_masters=True)
 
-    def _make_units(
-        self, block: WrappedBlock, group_of: GroupOf, rules: Callable[[ParamSpec], UnitRules]
-    ) -> list[Unit]:
-        """One unit for all parameters of a block that have the same rules and optimizer."""
-        alike: dict[tuple[UnitRules, bool, str], list[tuple[int, Named]]] = {}
+    def _hierarchy_of(self, spec: ParamSpec) -> Hierarchy:
+        """The ranks over which the state of a parameter is sharded."""
+        return self._mesh.hierarchy(spec.axes) if isinstance(self._mesh, Mesh) else self._mesh
+
+    def _make_units(self, block: WrappedBlock, group_of: GroupOf) -> list[Unit]:
+        """One unit for all parameters of a block that have the same rules, ranks and optimizer."""
+        alike: dict[tuple[StateRules, Hierarchy, bool, str], list[tuple[int, Named]]] = {}
         for name, parameter in block.parameters:
             spec = spec_of(name, parameter)
             optimizer, group = group_of(spec)
-            key = rules(spec), parameter.requires_grad, optimizer
+            over = self._hierarchy_of(spec)
+            key = self._rules.of(spec), over, parameter.requires_grad, optimizer
             alike.setdefault(key, []).append((group, (name, parameter)))
         units = []
-        for slot, ((rule, is_trained, optimizer), members) in enumerate(alike.items()):
+        for slot, ((rules, over, is_trained, optimizer), members) in enumerate(alike.items()):
             parameters = [named for _, named in sorted(members, key=itemgetter(0))]
             if not any(parameter.numel() for _, parameter in parameters):
                 continue
-            placement = rule.placement.on(rule.hierarchy.levels)
+            placement, wires = rules.placement.on(over.levels), rules.wires
+            wires = wires if over.crossed is None else wires.extended(over.crossed)
+            rules = replace(rules, wires=wires)
             unit = Unit(
                 f"{block.name}.{slot}" if slot else block.name,
                 parameters,
                 optimizer,
                 placement,
-                self.collectives(rule.hierarchy, rule.wires),
-                self._choose_buffer(block, slot, rule.dtype, placement),
+                self.collectives(over, wires),
+                self._choose_buffer(block, slot, rules.dtype, placement),
                 self.pool,
-                rule,
+                rules,
                 is_frozen=not is_trained,
             )
             units.append(unit)

@@ -19,7 +19,7 @@ from megafrontier.partition.layout import Layout
 from megafrontier.partition.memory import UnitBuffer, UnitBufferPool
 from megafrontier.partition.offload import HostShard
 from megafrontier.partition.placement import Placement
-from megafrontier.partition.rules import UnitRules
+from megafrontier.partition.rules import StateRules
 
 ROOT = "root"
 """Name of the unit of all parameters outside of blocks. It is unsharded for the whole pass."""
@@ -54,7 +54,7 @@ class Unit:
         collectives: LevelCollectives,
         buffer: UnitBuffer,
         pool: UnitBufferPool,
-        rules: UnitRules,
+        rules: StateRules,
         is_frozen: bool = False,
     ) -> None:
         """`parameters`: in the order of the flat buffer. `optimizer`: the name of the one that
@@ -86,8 +86,9 @@ class Unit:
         """Whether the reduction to the optimizer level has begun. A gradient that comes later would
         be added to a sum over all ranks."""
         _, shards = self.hierarchy.shard_index(placement.gradients)
+        feedback_levels = rules.feedback_levels(self.hierarchy.levels)
         self._gradients = GradientBuffers(self.layout, shards, buffer.dtype, pool)
-        self._allocate(rules.feedback_levels, is_offloaded=rules.update == "on_host")
+        self._allocate(feedback_levels, is_offloaded=rules.update == "on_host")
         self._publishing = AsyncChain(self.weights, f"publish {name}")
         self._gathering = AsyncChain(self.weights, f"gather {name}")
         self._reducing = AsyncChain(self.gradient, f"reduce {name}")

@@ -1,6 +1,8 @@
 """A rank's model, built from a configuration: GPT, stages, splits, shards."""
 
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +21,7 @@ from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.param_spec import ParamSpec
 from megafrontier.parallel.world import World
 from megafrontier.partition import Engine, shard
-from megafrontier.partition.rules import UnitRules, Update
+from megafrontier.partition.rules import Overlap, StateRules
 from megafrontier.partition.unit import InitialSlice
 from megafrontier.pipeline.division import block_names, divide_model
 from megafrontier.pipeline.runner import Pipeline
@@ -52,52 +54,36 @@ def build_model(
     connect = apply_splits(model, mesh, plan.activations, plan.tokens, pieces)
     if config.train.linear_precision is not None and reason_not_float8(mesh.world) is None:
         use_float8(model.trained_blocks(), float8_of(mesh.device))
-    groups = optimizer_groups(config)
+    groups, partition = optimizer_groups(config), config.partition
     engine = shard(
         model,
         model.units(),
-        plan.placement,
+        _PlanRules(plan, groups),
         mesh,
-        dtype=DTYPES[config.train.precision],
-        wires=plan.wires,
-        error_feedback=plan.error_feedback,
-        rules=partial(_unit_rules, config, plan, mesh, groups),
-        overlap=config.partition.overlap,
-        prefetch=config.partition.prefetch,
-        check_order=config.partition.check_order,
+        overlap=Overlap(partition.overlap, partition.prefetch, partition.check_order),
         initial=initial_values(config) if has_values else partial(_zeros, mesh.device),
         groups=groups.of,
         stages=block_names(model, plan.division, mesh.pipeline_rank),
-        update=_update(config, plan),
     )
     connect(engine)
     return model, engine
 
 
-def _update(config: Config, plan: RunPlan) -> Update:
-    if plan.is_offloaded:
-        return "on_host"
-    return "overlapped" if config.partition.overlap_update else "at_once"
+class _PlanRules(NamedTuple):
+    """The rules of a plan, as `shard` takes them."""
 
+    plan: RunPlan
+    groups: OptimizerGroups
 
-def _unit_rules(
-    config: Config, plan: RunPlan, mesh: Mesh, groups: OptimizerGroups, spec: ParamSpec
-) -> UnitRules:
-    state = plan.of(spec.axes)
-    over, wires = mesh.hierarchy(spec.axes), state.wires
-    wires = wires if over.crossed is None else wires.extended(over.crossed)
-    may_be_late = OPTIMIZERS[groups.of(spec)[0]].may_update_late
-    update = _update(config, plan) if may_be_late else "at_once"
-    dtype = DTYPES[config.train.precision]
-    return UnitRules(
-        over,
-        state.placement,
-        wires,
-        dtype,
-        state.error_feedback,
-        update,
-        measures_norms=True,
-    )
+    @property
+    def default(self) -> StateRules:
+        return self.plan.default
+
+    def of(self, spec: ParamSpec) -> StateRules:
+        """Of a parameter whose optimizer may not update late: those with an update at once."""
+        rules = self.plan.of(spec.axes)
+        may_be_late = OPTIMIZERS[self.groups.of(spec)[0]].may_update_late
+        return rules if may_be_late else replace(rules, update="at_once")
 
 
 def make_runner(config: Config, plan: RunPlan, mesh: Mesh, model: GPT, engine: Engine) -> Runner:

@@ -18,13 +18,13 @@ from megafrontier.model.moe.experts import EXPERT_AXES, expert_sizes
 from megafrontier.model.moe.products import describe_product
 from megafrontier.model.scaling import describe_scaling
 from megafrontier.parallel.hierarchy import Levels
-from megafrontier.parallel.mesh import DATA_PARALLEL
 from megafrontier.parallel.world import World
 from megafrontier.partition.placement import Placement, error_levels
+from megafrontier.partition.rules import StateRules
 from megafrontier.pipeline.balance import describe_pipeline, stage_costs
 from megafrontier.plan.assemble import computed_with, reason_not_compiled, reason_not_float8
 from megafrontier.plan.footprint import buffer_gib, host_gib, state_gib, tensor_traffic
-from megafrontier.plan.resolve import RunPlan, StatePlan, micro_batches_of, optimizer_groups
+from megafrontier.plan.resolve import RunPlan, micro_batches_of, optimizer_groups
 
 MANY_PEERS = 512
 RCCL_DEVICES = ("MI250X", "AMD")
@@ -109,8 +109,8 @@ def _summarize(config: Config, plan: RunPlan) -> str:
     """
     levels = plan.levels
     sizes = " x ".join(f"{n} {s}" for n, s in zip(levels.names, levels.sizes, strict=True))
-    shards = _describe_placement(plan.placement, levels)
-    if plan.experts.placement != plan.placement:
+    shards = _describe_placement(plan.default.placement, levels)
+    if plan.experts.placement != plan.default.placement:
         shards += f"; of experts: {_describe_placement(plan.experts.placement, levels)}"
     splits = (f"{name} {size}" for name, size in asdict(plan.shape.splits).items() if size > 1)
     shards = ", ".join([*splits, shards])
@@ -149,8 +149,8 @@ def _describe_wires(config: Config, plan: RunPlan) -> str:
     """One line: the formats of all that crosses levels, and overlap."""
     parts = []
     if plan.data_levels.ranks > 1:
-        parts.append(_describe_formats(plan.of(DATA_PARALLEL), plan.data_levels))
-    if plan.experts.wires != plan.wires:
+        parts.append(_describe_formats(plan.default, plan.data_levels))
+    if plan.experts.wires != plan.default.wires:
         levels = plan.shape.over(EXPERT_AXES)
         parts.append(f"of experts: {_describe_formats(plan.experts, levels)}")
     for name, wires, axes in (
@@ -165,7 +165,7 @@ def _describe_wires(config: Config, plan: RunPlan) -> str:
     return f"wires: {'; '.join(parts)}; overlap {config.partition.overlap}"
 
 
-def _describe_formats(state: StatePlan, levels: Levels) -> str:
+def _describe_formats(state: StateRules, levels: Levels) -> str:
     placement, wires = state.placement.on(levels), state.wires
     crossed = [level for level, size in enumerate(levels.sizes) if size > 1]
 
@@ -204,7 +204,7 @@ def _formats_of_work(config: Config, wires: WorkWires, levels: Levels) -> str:
 def describe_kernels(config: Config, world: World, plan: RunPlan, model: GPT) -> Iterator[str]:
     """One line about the kernels, after warnings if they are not the requested ones. `model`: this
     rank's part."""
-    wires = (plan.wires, plan.experts.wires)
+    wires = (plan.default.wires, plan.experts.wires)
     codecs = {wire.codec for own in wires for wire in (*own.gather, *own.reduce)}
     missing = world.first_error(missing_kernels(world.device.type, codecs))
     if missing is not None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
 
+from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.comm.wires.wire import UNCHANGED, WorkWires
 from megafrontier.common.errors import need
 from megafrontier.config import Config, ExpertsPartitionConfig, MachineConfig, load_machine
@@ -15,7 +15,7 @@ from megafrontier.model.moe.experts import EXPERT_AXES
 from megafrontier.optim.groups import OptimizerGroups, check_optimizers
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import DATA_PARALLEL, MeshShape, Splits
-from megafrontier.partition import Placement, Wires
+from megafrontier.partition import Placement
 from megafrontier.partition.placement import reason_for_copy
 from megafrontier.partition.presets import (
     auto_activations,
@@ -23,6 +23,7 @@ from megafrontier.partition.presets import (
     has_error_feedback,
     work_wires,
 )
+from megafrontier.partition.rules import StateRules, Update
 from megafrontier.pipeline.division import Division
 from megafrontier.splits.context import check_context_split
 from megafrontier.splits.experts import check_expert_split
@@ -32,39 +33,27 @@ _MOST_MICRO_BATCHES = 2**16
 """Of a rank in a step. Schedules are tables that list each of them."""
 
 
-class StatePlan(NamedTuple):
-    """How the state of some parameters is sharded and sent."""
-
-    placement: Placement
-    wires: Wires
-    error_feedback: bool
-
-    @property
-    def feedback_wires(self) -> Wires | None:
-        """The wires of gradients, if messages have error feedback."""
-        return self.wires if self.error_feedback else None
-
-
 @dataclass(frozen=True)
 class RunPlan:
-    """The mesh of a number of ranks on the machine, the placement on its levels, the wire formats
-    of each level, whether gradient messages carry error feedback, and the division of the model
-    over a pipeline."""
+    """The mesh of a number of ranks on the machine, how state is sharded and sent on its levels,
+    and the division of the model over a pipeline."""
 
     machine: MachineConfig
     shape: MeshShape
-    placement: Placement
-    wires: Wires
-    error_feedback: bool
-    experts: StatePlan
-    """The same of experts, on the levels over which these are replicated."""
+    default: StateRules
+    """The rules of parameters that no split cuts, on the levels over which they are replicated."""
+    experts: StateRules
+    """Those of experts, on their levels."""
     division: Division
     activations: WorkWires = UNCHANGED
     """The wires of activations."""
     tokens: WorkWires = UNCHANGED
     """The wires of tokens of an expert split."""
-    is_offloaded: bool = False
-    """Whether masters and the optimizer's states are in host memory."""
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether masters and the optimizer's states are in host memory."""
+        return self.default.update == "on_host"
 
     @property
     def levels(self) -> Levels:
@@ -76,16 +65,14 @@ class RunPlan:
         """The levels over which a parameter that no split cuts is replicated."""
         return self.shape.over(DATA_PARALLEL)
 
-    def of(self, axes: Sequence[str]) -> StatePlan:
-        """That of parameters that are replicated over these axes."""
-        if "expert_data" in axes:
-            return self.experts
-        return StatePlan(self.placement, self.wires, self.error_feedback)
+    def of(self, axes: Sequence[str]) -> StateRules:
+        """The rules of parameters that are replicated over these axes."""
+        return self.experts if "expert_data" in axes else self.default
 
     @property
     def have_deltas(self) -> bool:
         """Whether any parameter is published as deltas."""
-        return self.wires.have_deltas or self.experts.wires.have_deltas
+        return self.default.wires.have_deltas or self.experts.wires.have_deltas
 
 
 def resolve_plan(config: Config, ranks: int) -> RunPlan:
@@ -111,20 +98,32 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
     placement = Placement.from_config(config.partition, levels)
     wires = choose_wires(config.partition.wires, placement, levels, precision)
     error_feedback = has_error_feedback(config.partition, wires, placement, levels)
-    rest = StatePlan(placement, wires, error_feedback)
-    experts = rest if config.model.moe is None else _plan_experts(config, shape, placement)
-    is_offloaded = config.partition.offload.optimizer == "cpu"
-    check_optimizers(config.optimizer, ranks, is_offloaded)
-    plan = RunPlan(machine, shape, *rest, experts, division, activations, tokens, is_offloaded)
+    default = StateRules(
+        placement,
+        wires,
+        DTYPES[precision],
+        error_feedback,
+        _update(config),
+        measures_norms=True,
+    )
+    experts = default if config.model.moe is None else _plan_experts(config, shape, default)
+    plan = RunPlan(machine, shape, default, experts, division, activations, tokens)
+    check_optimizers(config.optimizer, ranks, plan.is_offloaded)
     _check_copy(plan, precision)
     return plan
 
 
+def _update(config: Config) -> Update:
+    if config.partition.offload.optimizer == "cpu":
+        return "on_host"
+    return "overlapped" if config.partition.overlap_update else "at_once"
+
+
 def _check_copy(plan: RunPlan, precision: str) -> None:
     """Raises UserError if `partition.weights_copy` is false and would save nothing."""
-    if plan.placement.has_copy:
+    if plan.default.placement.has_copy:
         return
-    states = (plan.of(()), DATA_PARALLEL), (plan.experts, EXPERT_AXES)
+    states = (plan.default, DATA_PARALLEL), (plan.experts, EXPERT_AXES)
     here = [state.placement.on(plan.shape.over(axes)) for state, axes in states]
     reason = reason_for_copy(here, precision, plan.have_deltas)
     need(reason is None, "partition.weights_copy", "false", reason or "")
@@ -137,11 +136,11 @@ def _border_rates(machine: MachineConfig, shape: MeshShape) -> dict[str, float |
     return {name: machine.levels[name].gigabytes_per_second for name in crossed}
 
 
-def _plan_experts(config: Config, shape: MeshShape, default: Placement) -> StatePlan:
-    """The placement and wires of experts; `default` is the placement of the rest."""
+def _plan_experts(config: Config, shape: MeshShape, default: StateRules) -> StateRules:
+    """The rules of experts; `default` are those of the rest."""
     given, key = config.partition.experts or ExpertsPartitionConfig(), "partition.experts"
     levels, common = shape.over(EXPERT_AXES), config.partition
-    placement = Placement.from_config(given, levels, key, default)
+    placement = Placement.from_config(given, levels, key, default.placement)
     chosen, prefix = (common.wires, "partition") if given.wires is None else (given.wires, key)
     if given.wires is not None:
         for move, value in (("activations", chosen.activations), ("tokens", chosen.tokens)):
@@ -149,7 +148,8 @@ def _plan_experts(config: Config, shape: MeshShape, default: Placement) -> State
             need(not value, f"{key}.wires.{move}", value, fits)
     wires = choose_wires(chosen, placement, levels, config.train.precision, prefix)
     feedback = replace(common, wires=chosen)
-    return StatePlan(placement, wires, has_error_feedback(feedback, wires, placement, levels))
+    has_feedback = has_error_feedback(feedback, wires, placement, levels)
+    return replace(default, placement=placement, wires=wires, error_feedback=has_feedback)
 
 
 def _check_splits(config: Config, splits: Splits) -> None:

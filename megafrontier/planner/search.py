@@ -21,6 +21,7 @@ from megafrontier.model.flops import flops_per_token
 from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK, Mode, Modes, modes_of
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.placement import node_depth, traffic_bytes
+from megafrontier.partition.rules import StateRules
 from megafrontier.plan.footprint import (
     GIB,
     buffer_gib,
@@ -30,7 +31,7 @@ from megafrontier.plan.footprint import (
     token_traffic,
     unit_sizes,
 )
-from megafrontier.plan.resolve import RunPlan, StatePlan, resolve_plan
+from megafrontier.plan.resolve import RunPlan, resolve_plan
 from megafrontier.planner.checkpointing import cheapest, fill_memory, memory_budget, operations
 from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.simulation.rank import Simulated
@@ -203,7 +204,7 @@ class _Family:
         """The same for placements that, for most parameters, differ only at levels of a single
         rank."""
         plan, largest = self._plan, []
-        for state in dict.fromkeys((plan.of(()), plan.experts)):
+        for state in dict.fromkeys((plan.default, plan.experts)):
             units = [(numel, over) for numel, over, of in self._units if of == state]
             if units:
                 _, over = max(units, key=itemgetter(0))
@@ -288,7 +289,7 @@ class _Family:
         return max(computing, *seconds) + 0.1 * sum(seconds)
 
 
-def _by_levels(config: Config, plan: RunPlan) -> list[tuple[int, Levels, StatePlan]]:
+def _by_levels(config: Config, plan: RunPlan) -> list[tuple[int, Levels, StateRules]]:
     """Elements of all units with the same levels, these, and how the units are sharded."""
     numels: Counter[tuple[str, ...]] = Counter()
     for unit in unit_sizes(config, plan.shape.splits):

@@ -21,8 +21,7 @@ from megafrontier.common.errors import UserError
 from megafrontier.model.init import initial_slice, with_specs
 from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import ParamSpec, set_spec
-from megafrontier.partition import Placement, Wires, shard
-from megafrontier.partition.rules import UnitRules
+from megafrontier.partition import Placement, shard
 from tests.ranks import run_mesh
 
 WIDTH, HIDDEN = 6, 10
@@ -66,14 +65,11 @@ def sharded(mesh, placement, seed=7, **changes):
     tensor = mesh.hierarchy(("tensor",))
     with torch.device("meta"):
         model = Net(tensor.rank, tensor.size, **changes)
-    hierarchy = mesh.hierarchy()
-    wires = Wires.plain(len(hierarchy.levels.sizes), torch.float32)
     engine = shard(
         model,
         [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)],
         placement,
-        hierarchy,
-        rules=lambda spec: UnitRules(mesh.hierarchy(spec.axes), placement, wires, torch.float32),
+        mesh,
         initial=partial(initial_slice, seed),
     )
     moments = {"exp_avg": [2 * unit.master for unit in engine.trained_units]}

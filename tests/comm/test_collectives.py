@@ -7,7 +7,8 @@ from contextlib import suppress
 
 import pytest
 
-from megafrontier.partition import Placement, shard
+from megafrontier.partition import Placement
+from tests.partition.sharding import shard
 from tests.partition.tiny import TinyModel, backward, batch, watch_collectives
 from tests.ranks import run_ranks
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megafrontier.comm.wires.registry import DTYPES
-from megafrontier.partition import Placement, shard
+from megafrontier.partition import Placement
+from tests.partition.sharding import shard
 from tests.partition.tiny import (
     GLOBAL_BATCH,
     LENGTH,

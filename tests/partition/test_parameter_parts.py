@@ -12,7 +12,8 @@ from megafrontier.model.init import initial_slice, initialise, with_specs
 from megafrontier.optim.gradients import global_norm
 from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import ParamSpec, global_ranges, set_spec, spec_of
-from megafrontier.partition import Placement, shard
+from megafrontier.partition import Placement
+from tests.partition.sharding import shard
 from tests.ranks import run_mesh
 
 WIDTH, HIDDEN, TOKENS, STEPS, RATE = 6, 10, 8, 3, 0.02

@@ -18,7 +18,7 @@ from megafrontier.optim.adamw import ShardedAdamW
 from megafrontier.optim.unit_optimizers import UnitOptimizers
 from megafrontier.partition import Placement, shard
 from megafrontier.partition import engine as engine_module
-from megafrontier.partition.rules import UnitRules
+from megafrontier.partition.rules import Overlap, StateRules
 from tests.partition.races import COMPUTATION, ClockHandle, Races
 from tests.partition.tiny import TinyModel, backward, batch, preset
 from tests.ranks import run_ranks
@@ -69,13 +69,12 @@ def train(
 ):
     model, levels = TinyModel(tied=False), hierarchy.levels
     placement = replace(Placement.named(strategy, levels), has_copy=strategy != "zero3")
-    rules = UnitRules(
-        hierarchy, placement, preset(name, strategy, levels, precision), DTYPES[precision],
+    rules = StateRules(
+        placement, preset(name, strategy, levels, precision), DTYPES[precision],
         error_feedback, update, measures_norms=True,
     )  # fmt: skip
     engine = shard(
-        model, model.units()[::order], placement, hierarchy, dtype=rules.dtype, overlap=policy,
-        wires=rules.wires, update=update, rules=lambda spec: rules,
+        model, model.units()[::order], rules, hierarchy, overlap=Overlap(policy),
         groups=lambda spec: ("adamw", 0),
     )  # fmt: skip
     engine.pool.shards.keeps = False  # as on an accelerator

@@ -12,11 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from megafrontier.config import WiresConfig
 from megafrontier.optim.gradients import global_norm
 from megafrontier.parallel.hierarchy import Hierarchy, Levels
-from megafrontier.partition import Placement, Wires, shard
+from megafrontier.partition import Placement, Wires
 from megafrontier.partition.engine import Engine
 from megafrontier.partition.memory import unit_buffer_bytes
 from megafrontier.partition.presets import choose_wires
 from megafrontier.partition.unit import ROOT
+from tests.partition.sharding import shard
 from tests.ranks import make_levels, run_ranks
 
 VOCABULARY, WIDTH, LENGTH, GLOBAL_BATCH = 37, 13, 9, 32

@@ -39,6 +39,7 @@ from megafrontier.optim.schedule import learning_rate
 from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import spec_of
 from megafrontier.partition import Engine, Placement, Wires
+from megafrontier.partition.rules import Overlap, StateRules
 from megafrontier.pipeline import schedule
 from megafrontier.pipeline.messages import Messenger
 from megafrontier.pipeline.simulate import peak_in_flight
@@ -183,8 +184,8 @@ MOVES = (move_tokens, move_activations, move_keys, move_hidden_states)
 def moved(mesh, move, wires):
     """The result, and the bytes in the ledger."""
     hierarchy = mesh.hierarchy()
-    plain = Wires.plain(1, torch.float32)
-    engine = Engine(Placement.named("ddp", hierarchy.levels), hierarchy, plain, "safe", 0, False)
+    rules = StateRules.plain(Placement.named("ddp", hierarchy.levels), hierarchy.levels)
+    engine = Engine(rules, hierarchy, Overlap("safe", 0))
     rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(mesh.rank))
     result = torch.cat([t.flatten() for t in move(mesh, engine, wires, rows)])
     return result, engine.ledger.take(wait=True)[0][0]

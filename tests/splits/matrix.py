@@ -21,11 +21,12 @@ from megafrontier.model.loss import IGNORE_INDEX
 from megafrontier.optim.gradients import global_norm
 from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import ParamSpec, global_ranges, spec_of
-from megafrontier.partition import Engine, Placement, shard
+from megafrontier.partition import Engine, Placement
 from megafrontier.pipeline.division import Division, block_names, divide_model
 from megafrontier.pipeline.runner import Pipeline, Work
 from megafrontier.splits.apply import apply_splits
 from tests.model.small_models import small_config
+from tests.partition.sharding import shard
 from tests.ranks import run_mesh
 
 ROWS, LENGTH, CLIP, SEED = 8, 24, 0.3, 3

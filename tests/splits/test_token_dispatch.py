@@ -8,7 +8,8 @@ from megafrontier.config.model.moe import MoEConfig
 from megafrontier.model.moe.dispatch import local_dispatch
 from megafrontier.model.moe.experts import Experts
 from megafrontier.parallel.mesh import Splits
-from megafrontier.partition import Engine, Placement, Wires
+from megafrontier.partition import Engine, Placement
+from megafrontier.partition.rules import Overlap, StateRules
 from megafrontier.splits import experts as experts_module
 from megafrontier.splits.experts import ExpertGroup
 from megafrontier.splits.token_dispatch import PEAK, TokenExchange
@@ -21,8 +22,8 @@ MOE = MoEConfig(experts=16, active=ACTIVE, ffn_hidden=8)
 
 def make_engine(mesh):
     levels = mesh.hierarchy().levels
-    wires = Wires.plain(len(levels.sizes), torch.float32)
-    return Engine(Placement.named("ddp", levels), mesh.hierarchy(), wires, "safe", 0, False)
+    rules = StateRules.plain(Placement.named("ddp", levels), levels)
+    return Engine(rules, mesh.hierarchy(), Overlap("safe", 0))
 
 
 def routing(kind, ranks):

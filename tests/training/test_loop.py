@@ -146,9 +146,9 @@ def test_each_step_has_its_own_seconds_however_late_its_result_is_read(config_fi
 def test_the_engine_gets_every_option_of_the_configuration(config_file, monkeypatch):
     given = {}
 
-    def shard(*arguments, **options):
-        given.update(options)
-        return real(*arguments, **options)
+    def shard(model, blocks, rules, mesh, **options):
+        given.update(options, rules=rules.default)
+        return real(model, blocks, rules, mesh, **options)
 
     real = assemble.shard
     monkeypatch.setattr(assemble, "shard", shard)
@@ -161,10 +161,10 @@ def test_the_engine_gets_every_option_of_the_configuration(config_file, monkeypa
         with runs.open_trainer(config, mesh) as trainer:
             levels = [set(unit.feedback.errors) for unit in trainer.engine.units]
             loop.train_step(trainer)
-        keys = ("dtype", "error_feedback", "overlap", "prefetch", "check_order")
         specs = [spec for unit in trainer.engine.units for spec in unit.specs.values()]
         groups = {given["groups"](spec) for spec in specs}
-        return [given[key] for key in keys], groups, levels
+        rules = given["rules"]
+        return [rules.dtype, rules.error_feedback, *given["overlap"]], groups, levels
 
     for found, groups, levels in run_mesh((2, 2, 2), body):
         assert found == [torch.bfloat16, True, "full", 2, True]

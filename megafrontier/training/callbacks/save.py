@@ -32,7 +32,7 @@ def checkpoint_bytes(config: Config, plan: RunPlan) -> int:
     of the exchange between sites, the published weight with delta wires, and the bf16 error with
     error feedback."""
     published = DTYPES[config.train.precision].itemsize if plan.have_deltas else 0
-    others = published + (2 if plan.error_feedback else 0)
+    others = published + (2 if plan.default.error_feedback else 0)
     return sum(
         prod(spec.shape) * (master_itemsize(config, optimizer) + others)
         for optimizer, specs in optimizer_groups(config).by_optimizer().items()

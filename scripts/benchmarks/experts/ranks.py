@@ -20,6 +20,7 @@ from megafrontier.model.moe.experts import Experts
 from megafrontier.parallel.groups import all_to_all
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition import Engine
+from megafrontier.partition.rules import Overlap
 from megafrontier.splits.experts import ExpertGroup
 from scripts.benchmarks.experts.routing import ACTIVE, EXPERTS
 from scripts.benchmarks.shared.job import Job
@@ -48,7 +49,7 @@ def run(job: Job) -> Answer:
         if options["method"] == "flat":
             dispatch = flat_dispatch
         else:
-            engine = Engine(plan.placement, mesh.hierarchy(), plan.wires, "safe", 0, False)
+            engine = Engine(plan.default, mesh, Overlap("safe", 0))
             codec = None if options["method"] == "bf16" else make_wire(options["method"]).codec
             dispatch = by_level(mesh, engine, codec)
         for _ in range(job.warmup):

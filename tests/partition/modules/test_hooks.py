@@ -9,9 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megafrontier.config import WiresConfig
-from megafrontier.partition import Placement, shard
+from megafrontier.partition import Placement
 from megafrontier.partition.presets import choose_wires
 from megafrontier.partition.unit import Phase
+from tests.partition.sharding import shard
 from tests.partition.tiny import (
     SIDE,
     Shared,

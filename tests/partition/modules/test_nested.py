@@ -1,5 +1,7 @@
 """Blocks inside of blocks, and units of different hierarchies in one block."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import ParamSpec, set_spec
-from megafrontier.partition import Placement, Wires, shard
-from megafrontier.partition.rules import UnitRules
+from megafrontier.partition import Placement, Wires
+from megafrontier.partition.rules import StateRules
+from tests.partition.sharding import shard, shard_by_rules
 from tests.partition.tiny import SIDE, named_gradients, stack_input
 from tests.ranks import run_mesh, run_ranks
 
@@ -201,15 +204,12 @@ def test_units_of_one_block_may_differ_in_type_wires_and_placement():
         torch.manual_seed(1)
         block = Routed()
         exact, half = (Wires.plain(1, dtype) for dtype in (torch.float32, torch.bfloat16))
-        in_fp32 = UnitRules(hierarchy, whole, exact, torch.float32)
-        in_bf16 = UnitRules(hierarchy, sharded, half, torch.bfloat16)
-        engine = shard(
-            nn.Sequential(block),
-            [("block", block)],
-            sharded,
-            hierarchy,
-            rules=lambda spec: in_fp32 if "router" in spec.name else in_bf16,
+        in_fp32 = StateRules(whole, exact, torch.float32)
+        in_bf16 = StateRules(sharded, half, torch.bfloat16)
+        rules = SimpleNamespace(
+            default=in_bf16, of=lambda spec: in_fp32 if "router" in spec.name else in_bf16
         )
+        engine = shard_by_rules(nn.Sequential(block), [("block", block)], rules, hierarchy)
         assert block.router.weight.dtype == torch.float32
         assert block.mix.weight.dtype == torch.bfloat16
         block(stack_input(hierarchy.rank).bfloat16()).float().square().sum().backward()
