@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
-from megafrontier.model.attention.base import Computed
 from megafrontier.model.attention.kinds import KVCache
 from megafrontier.model.block import Block, Prediction
 from megafrontier.model.init import matrix_std, with_specs
+from megafrontier.model.kernels.backends import Computed
 from megafrontier.model.kernels.lookup import FP32GradEmbedding
 from megafrontier.model.linear import Linear
 from megafrontier.model.loss import (

@@ -9,10 +9,10 @@ import torch
 from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.common.signals import block_stop_requests
 from megafrontier.config import Config
-from megafrontier.model.attention.base import Computed
 from megafrontier.model.attention.kinds import kinds_of
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initial_slice
+from megafrontier.model.kernels.backends import Computed
 from megafrontier.model.kernels.float8 import float8_of, missing_float8
 from megafrontier.model.linear import use_float8
 from megafrontier.model.recompute.compile import missing_compiler, start_workers

@@ -3,13 +3,14 @@
 `kinds.py` has the kinds by name. The rest of the library asks them and tests for none of them.
 """
 
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
 from megafrontier.model.init import matrix_std
+from megafrontier.model.kernels.backends import Computed
 from megafrontier.model.kernels.exchanges import Exchange
 from megafrontier.model.linear import Linear
 from megafrontier.model.norms import make_rms_norm
@@ -20,17 +21,6 @@ Feature = Literal["documents", "context", "cache", "dropout"]
 
 class LayerCache:
     """What a block keeps of the tokens before the next ones, to generate text."""
-
-
-class Computed(NamedTuple):
-    """What attention is computed on, and of what."""
-
-    device: torch.device
-    dtype: torch.dtype
-    documents: bool = False
-    """Tokens attend within documents that are shorter than their rows."""
-    context: bool = False
-    """A process has some parts of each sequence."""
 
 
 class Attention(nn.Module):

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
-from megafrontier.model.attention.base import Computed, HeadAttention, LayerCache
+from megafrontier.model.attention.base import HeadAttention, LayerCache
 from megafrontier.model.kernels import backends
+from megafrontier.model.kernels.backends import Computed
 from megafrontier.model.kernels.blockwise import Rule, add_sinks_, attend
 from megafrontier.model.kernels.chunks import chunk_attention
 from megafrontier.model.kernels.exchanges import Exchange
@@ -150,12 +151,12 @@ class SoftmaxAttention(HeadAttention):
 
     @classmethod
     def needs_mask(cls, config: ModelConfig, computed: Computed, dropout: float) -> bool:
-        return not backends.supports_varlen(config, computed.device, computed.dtype, dropout)
+        return backends.form_of(config, computed, dropout) is backends.MASKED
 
     @classmethod
     def uncompilable(cls, config: ModelConfig, computed: Computed) -> str | None:
-        return backends.uncompilable_attention(config, *computed)
+        return backends.uncompilable_attention(config, computed)
 
     @classmethod
     def kernel(cls, config: ModelConfig, computed: Computed) -> str:
-        return backends.attention_backend(config, *computed)
+        return backends.attention_backend(config, computed)

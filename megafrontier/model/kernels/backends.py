@@ -1,13 +1,25 @@
-"""Which kernel attention runs on: chosen here with documents, and by torch otherwise."""
+"""The forms of softmax attention, which say what they support, and which one is used.
+
+| form | code | runs on |
+|---|---|---|
+| `WHOLE`, `MASKED` | torch's, without and with a dense mask | what torch chooses |
+| `DOCUMENTS` | `varlen.py` | a kernel of `flash.py` |
+| `PARTS` | `chunks.py` | the same |
+| `MASKED_PARTS` | `chunks.py`, with masks of blocks | what torch chooses |
+"""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from megafrontier.config import ModelConfig
-from megafrontier.model.kernels.varlen import (
-    has_document_kernel,
-    has_window_kernel,
+from megafrontier.model.kernels.flash import (
+    Scope,
+    Sizes,
+    has_log_sums,
+    kernel_of,
     returns_traced_shape,
 )
 
@@ -19,14 +31,45 @@ _NAMES = {
 }
 
 
-def supports_varlen(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, dropout: float
-) -> bool:
-    """Whether attention within documents needs no dense mask. The kernels for that have no dropout
-    and do not support every type and head size. `blockwise` supports all that have a rule."""
-    if config.attention.has_rule:
-        return True
-    return dropout == 0 and has_document_kernel(device, dtype, *_head_sizes(config))
+class Computed(NamedTuple):
+    """What attention is computed on, and of what."""
+
+    device: torch.device
+    dtype: torch.dtype
+    documents: bool = False
+    """Tokens attend within documents that are shorter than their rows."""
+    context: bool = False
+    """A process has some parts of each sequence."""
+
+
+class Form(NamedTuple):
+    """A form of attention in training."""
+
+    supports: frozenset[str]
+    """"documents", "context" (parts of sequences), "dropout", and "rule": windows, capped scores
+    and sinks."""
+    has_log_sums: bool = False
+    """It needs a kernel of `flash.py`."""
+
+
+WHOLE = Form(frozenset(("dropout",)))
+DOCUMENTS = Form(frozenset(("documents", "rule")), has_log_sums=True)
+MASKED = Form(frozenset(("documents", "dropout")))
+PARTS = Form(frozenset(("context", "documents", "rule")), has_log_sums=True)
+MASKED_PARTS = Form(frozenset(("context", "documents", "dropout")))
+FORMS = WHOLE, DOCUMENTS, MASKED, PARTS, MASKED_PARTS
+"""The first that supports what is asked for is used."""
+
+
+def form_of(config: ModelConfig, computed: Computed, dropout: float) -> Form:
+    """The form of a model's softmax attention."""
+    has_rule = config.attention.has_rule
+    asked = {"documents": computed.documents, "context": computed.context}
+    # With a rule there is none (`config.model.blocks.check_attention`).
+    asked |= {"dropout": dropout > 0 and not has_rule, "rule": has_rule}
+    needed = {name for name, is_asked in asked.items() if is_asked}
+    can_sum = has_log_sums(_sizes(config, computed), has_rule, dropout)
+    return next(f for f in FORMS if needed <= f.supports and (can_sum or not f.has_log_sums))
 
 
 def supports_gqa(device: torch.device, dtype: torch.dtype, is_masked: bool) -> bool:
@@ -35,46 +78,39 @@ def supports_gqa(device: torch.device, dtype: torch.dtype, is_masked: bool) -> b
     return not is_masked and not (device.type == "cuda" and dtype == torch.float32)
 
 
-def uncompilable_attention(
-    config: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    documents: bool,
-    chunks: bool = False,
-) -> str | None:
-    """Why blocks with this attention cannot be compiled on the device, or None if they can. With
-    `chunks`, a process has some chunks of each sequence."""
-    if chunks:
-        if supports_varlen(config, device, dtype, config.dropout):
-            return None
+def uncompilable_attention(config: ModelConfig, computed: Computed) -> str | None:
+    """Why blocks with this attention cannot be compiled, or None if they can."""
+    # Evaluations have no dropout. Parts of sequences have the form of training there, too.
+    form = form_of(config, computed, config.dropout if computed.context else 0.0)
+    if form is MASKED_PARTS:
         return "attention over parts of sequences (parallel.context) has a mask here"
-    # Dropout is 0 because evaluations have none.
-    documents = documents or config.attention.has_rule
-    if not documents or not supports_varlen(config, device, dtype, 0.0):
-        return None
-    if returns_traced_shape(device, dtype, *_head_sizes(config)):
-        return None
-    return "this GPU's attention within documents (data.document_mask) is of another shape"
+    if form is DOCUMENTS and not returns_traced_shape(*_sizes(config, computed)):
+        return "this GPU's attention within documents (data.document_mask) is of another shape"
+    return None
 
 
-def attention_backend(
-    config: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    documents: bool,
-    chunks: bool = False,
-) -> str:
-    """The attention kernel in training: "flash", "memory-efficient", "cudnn" or "math"; with
-    `documents` "varlen flash", or "dense mask, " and one of those; with `chunks`, if a process has
-    some chunks of each sequence, "chunks, flash" or "chunks, masked". With a rule that no kernel
-    has, some blocks have "plain torch"."""
-    if config.attention.has_rule:
-        return _ruled_backend(config, device, dtype, chunks)
-    if chunks:
-        has_kernel = supports_varlen(config, device, dtype, config.dropout)
-        return "chunks, flash" if has_kernel else "chunks, masked"
-    if documents and supports_varlen(config, device, dtype, config.dropout):
-        return "varlen flash"
+def attention_backend(config: ModelConfig, computed: Computed) -> str:
+    """The attention kernel in training, for example "flash" or "dense mask, math" of torch, "varlen
+    flash" within documents, or "chunks, flash" of parts of sequences. With windows that its kernel
+    does not have, some blocks have "plain torch"."""
+    form = form_of(config, computed, config.dropout)
+    if form is MASKED_PARTS:
+        return "chunks, masked"
+    if form in (WHOLE, MASKED):
+        name = _torch_backend(config, computed)
+        return f"dense mask, {name}" if form is MASKED else name
+    documents = None if form is PARTS else torch.zeros(0)
+    has_sinks = config.attention.sinks and form is DOCUMENTS
+    scope = Scope(documents, softcap=config.attention.softcap or 0.0)
+    names = {
+        kernel_of(_sizes(config, computed), scope._replace(window=window or 0), has_sinks).name
+        for window in map(config.window_of, range(config.layers))
+    }
+    return f"{'chunks,' if form is PARTS else 'varlen'} {' and '.join(sorted(names))}"
+
+
+def _torch_backend(config: ModelConfig, computed: Computed) -> str:
+    device, dtype, documents, _ = computed
     repeated = not supports_gqa(device, dtype, documents)
     heads = [config.heads] + 2 * [config.heads if repeated else config.num_kv_heads]
     length, width = config.sequence_length, config.head_dim
@@ -89,27 +125,8 @@ def attention_backend(
     chosen = torch._fused_sdp_choice(
         query, key, value, mask, config.dropout, is_causal=not documents, enable_gqa=is_grouped
     )
-    name = _NAMES.get(SDPBackend(chosen), "another")
-    return f"dense mask, {name}" if documents else name
+    return _NAMES.get(SDPBackend(chosen), "another")
 
 
-def _ruled_backend(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, chunks: bool
-) -> str:
-    has_kernel = has_document_kernel(device, dtype, *_head_sizes(config))
-    has_window = config.attention.window is not None
-    # Flash for GPUs may have windows, but not those that begin before a chunk.
-    is_plain = has_window and (chunks or not has_window_kernel(device, dtype, *_head_sizes(config)))
-    if (
-        config.attention.softcap
-        or not has_kernel
-        or (is_plain and not config.attention.global_every)
-    ):
-        name = "plain torch"
-    else:
-        name = "flash and plain torch" if is_plain else "flash"
-    return f"{'chunks,' if chunks else 'varlen'} {name}"
-
-
-def _head_sizes(config: ModelConfig) -> tuple[int, int, int]:
-    return config.heads, config.num_kv_heads, config.head_dim
+def _sizes(config: ModelConfig, computed: Computed) -> Sizes:
+    return *computed[:2], config.heads, config.num_kv_heads, config.head_dim

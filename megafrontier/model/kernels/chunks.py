@@ -18,15 +18,16 @@ from torch.utils.checkpoint import checkpoint
 
 from megafrontier.model.kernels.blockwise import add_sinks_, sinks_backward
 from megafrontier.model.kernels.exchanges import EXCHANGES, AttentionPart, Exchange
-from megafrontier.model.kernels.varlen import (
-    attend_documents,
-    attend_documents_backward,
+from megafrontier.model.kernels.flash import (
+    Inputs,
+    Scope,
     attend_pair,
     attend_pair_backward,
-    has_document_kernel,
+    has_log_sums,
     kernel_sizes,
     returns_traced_shape,
 )
+from megafrontier.model.kernels.varlen import attend_documents, attend_documents_backward
 
 QUERIES = 256
 """Of a block in attention with a mask, so that the mask is never as large as a sequence squared."""
@@ -59,15 +60,9 @@ def chunk_attention(
     """
     query, key, value = (heads[0] for heads in (query, key, value))
     is_compiling = torch.compiler.is_compiling()
+    has_rule = window > 0 or softcap > 0 or sinks is not None
     # A block is compiled only where there is a kernel (`uncompilable_attention`).
-    has_kernel = (
-        is_compiling
-        or window > 0
-        or softcap > 0
-        or sinks is not None
-        or has_document_kernel(*kernel_sizes(query, key))
-    )
-    if dropout == 0 and has_kernel:
+    if (is_compiling and dropout == 0) or has_log_sums(kernel_sizes(query, key), has_rule, dropout):
         # The compiler needs to know how many tokens are kept: at most those of the whole batch.
         kept = 0 if not keeps_keys else 1 if not is_compiling else size
         attended: Tensor = _attend(
@@ -105,15 +100,16 @@ def _attend(
     ]
     parts = across.parts(documents)
     bounds = across.bounds(documents)
-    rule = window, softcap
-    attended, sums = _attend_selves(query, key, value, parts, bounds, *rule)
+    scope = Scope(window=window, softcap=softcap)
+    attended, sums = _attend_selves(query, key, value, parts, bounds, scope)
+    scope = scope._replace(is_causal=False)
     pasts = []
     for (heads, _), gather in zip(pieces, gathers, strict=True):
         pasts.append(gather())
         keys, values = pasts[-1][None].chunk(2, 2)
         for tokens, past in _with_past(parts):
             pair = keys[:, past], values[:, past]
-            found = attend_pair(query[None, tokens, heads], *pair, False, *rule)
+            found = attend_pair(query[None, tokens, heads], *pair, scope)
             _merge_(attended[tokens, heads], sums[heads, tokens], found[0][0], found[1][0])
     if sinks is not None:
         add_sinks_(attended, sums, sinks)
@@ -155,17 +151,16 @@ def _attend_selves(
     value: Tensor,
     parts: Sequence[AttentionPart],
     bounds: Tensor,
-    window: int,
-    softcap: float,
+    scope: Scope,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each part to itself, and its log-sums."""
     if _has_one_kernel(query, key):
-        return attend_documents(query, key, value, bounds, _longest(parts), None, window, softcap)
+        rule = scope.window, scope.softcap
+        return attend_documents(query, key, value, bounds, _longest(parts), None, *rule)
     attended = torch.empty_like(query)
     sums = query.new_empty((query.shape[1], len(query)), dtype=torch.float32)
     for at, _ in parts:
-        pair = key[None, at], value[None, at]
-        out, scores = attend_pair(query[None, at], *pair, True, window, softcap)
+        out, scores = attend_pair(query[None, at], key[None, at], value[None, at], scope)
         attended[at], sums[:, at] = out[0], scores[0]
     return attended, sums
 
@@ -210,7 +205,7 @@ def _attend_backward(
             for _, at in pieces
         ]
     tensors = grad_output.contiguous(), query, key, value, attended
-    own = _Backward(tensors, sums, parts, bounds, (window, softcap))
+    own = _Backward(tensors, sums, parts, bounds, Scope(window=window, softcap=softcap))
     # One half under the gathers, the other one under the sums.
     half = 0 if len(kept) else len(parts) // 2
     own.add_selves(0, half)
@@ -231,15 +226,14 @@ class _Backward:
 
     def __init__(
         self,
-        inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        inputs: Inputs,
         sums: Tensor,
         parts: Sequence[AttentionPart],
         bounds: Tensor,
-        rule: tuple[int, float],
+        scope: Scope,
     ) -> None:
-        """`inputs`: gradient, query, key, value and result of attention. `rule`: window and
-        softcap."""
-        self._inputs, self._rule = inputs, rule
+        """`scope`: of parts and themselves."""
+        self._inputs, self._scope = inputs, scope
         _, query, key, value, _ = inputs
         self._sums, self._parts, self._bounds = sums, parts, bounds
         self.by_query = torch.zeros_like(query)
@@ -254,15 +248,15 @@ class _Backward:
             for at, _ in parts:
                 grad, q, k, v, out = (tensor[None, at] for tensor in self._inputs)
                 sums = self._sums[None, :, at]
-                found = attend_pair_backward(grad, q, k, v, out, sums, True, *self._rule)
+                found = attend_pair_backward((grad, q, k, v, out), sums, self._scope)
                 self._add(at, *(gradient[0] for gradient in found))
             return
         at = slice(parts[0].tokens.start, parts[-1].tokens.stop)
         grad, q, k, v, out = (tensor[at] for tensor in self._inputs)
         bounds = self._bounds[first : last + 1] - self._bounds[first]
         sums = self._sums[:, at].contiguous()
-        lengths = bounds, _longest(parts)
-        found = attend_documents_backward(grad, q, k, v, out, sums, *lengths, *self._rule)
+        rule = _longest(parts), self._scope.window, self._scope.softcap
+        found = attend_documents_backward(grad, q, k, v, out, sums, bounds, *rule)
         self._add(at, *found)
 
     def _add(self, at: slice, by_query: Tensor, by_key: Tensor, by_value: Tensor) -> None:
@@ -276,10 +270,11 @@ class _Backward:
         keys, values = past[None].chunk(2, 2)
         total = torch.zeros_like(past, dtype=torch.float32)
         by_keys, by_values = total.chunk(2, 1)
+        scope = self._scope._replace(is_causal=False)
         for at, before in _with_past(self._parts):
             grad, q, out = (tensor[None, at, heads] for tensor in (grad_output, query, attended))
             pair, sums = (keys[:, before], values[:, before]), self._sums[None, heads, at]
-            found = attend_pair_backward(grad, q, *pair, out, sums, False, *self._rule)
+            found = attend_pair_backward((grad, q, *pair, out), sums, scope)
             self.by_query[at, heads] += found[0][0]
             by_keys[before] += found[1][0]
             by_values[before] += found[2][0]

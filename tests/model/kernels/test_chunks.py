@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megafrontier.model.kernels import chunks
+from megafrontier.model.kernels import chunks, flash
 from megafrontier.model.kernels.chunks import chunk_attention
 from megafrontier.model.kernels.exchanges import AttentionPart, register
 from megafrontier.model.positions import document_mask
@@ -72,7 +72,7 @@ def with_gradients(attend, dtype=torch.float32):
 def test_parts_give_the_attention_of_whole_documents(monkeypatch, kernel, documents):
     """With a kernel for each part where that for all has other log-sums, as on ROCm."""
     if kernel == "mask":
-        monkeypatch.setattr(chunks, "has_document_kernel", lambda *_: False)
+        monkeypatch.setattr(flash, "has_document_kernel", lambda *_: False)
         monkeypatch.setattr(chunks, "QUERIES", 5)
     if kernel == "a kernel a part":
         monkeypatch.setattr(chunks, "returns_traced_shape", lambda *_: False)

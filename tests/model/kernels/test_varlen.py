@@ -8,9 +8,12 @@ from megafrontier.config import AttentionConfig
 from megafrontier.data.sampling.samples import document_starts
 from megafrontier.model.kernels import backends, blockwise
 from megafrontier.model.kernels.backends import (
+    DOCUMENTS,
+    MASKED,
+    Computed,
     attention_backend,
+    form_of,
     supports_gqa,
-    supports_varlen,
     uncompilable_attention,
 )
 from megafrontier.model.kernels.varlen import document_attention
@@ -18,6 +21,7 @@ from megafrontier.model.positions import document_mask, document_positions
 from tests.model.small_models import GEMMA
 
 CPU = torch.device("cpu")
+PLAIN, PACKED = (Computed(CPU, torch.float32, documents) for documents in (False, True))
 BATCH, LENGTH = 3, 40
 LENGTHS = [[40], [1, 38, 1], [7, 1, 1, 20, 11]]
 
@@ -83,7 +87,7 @@ def test_cost_is_the_sum_of_the_squares_of_the_lengths(monkeypatch):
         seen.append(query.shape[2])
         return kernel(query, *rest, **options)
 
-    monkeypatch.setattr("megafrontier.model.kernels.varlen._cpu_forward", watch)
+    monkeypatch.setattr("megafrontier.model.kernels.flash._cpu_forward", watch)
     document_attention(*heads(4), starts(), LENGTH)
     assert seen == [length for row in LENGTHS for length in row]
 
@@ -98,8 +102,8 @@ def test_starts_and_positions_are_those_of_the_rows_documents():
 
 def test_dropout_needs_the_dense_mask(make_config, make_model, tokens):
     config = make_config(dropout=0.1)
-    assert not supports_varlen(config, CPU, torch.float32, config.dropout)
-    assert supports_varlen(config, CPU, torch.float32, 0.0)
+    assert form_of(config, PACKED, config.dropout) is MASKED
+    assert form_of(config, PACKED, 0.0) is DOCUMENTS
     model = make_model(config)
     documents = torch.tensor([0, 5, 24, 48], dtype=torch.int32)
     without = model(tokens, tokens, documents)  # evaluation has no dropout
@@ -114,8 +118,8 @@ def test_blocks_are_compiled_only_if_their_evaluation_can_be(make_config, monkey
     monkeypatch.setattr(backends, "returns_traced_shape", lambda *_: False)
     for dropout in (0.0, 0.1):
         config = make_config(dropout=dropout)
-        assert "another shape" in uncompilable_attention(config, CPU, torch.float32, True)
-        assert uncompilable_attention(config, CPU, torch.float32, False) is None
+        assert "another shape" in uncompilable_attention(config, PACKED)
+        assert uncompilable_attention(config, PLAIN) is None
 
 
 def test_a_gpus_fused_kernels_support_grouped_heads_without_a_mask_in_16_bits():
@@ -128,7 +132,8 @@ def test_a_gpus_fused_kernels_support_grouped_heads_without_a_mask_in_16_bits():
 
 def test_the_kernel_of_training_is_named(make_config):
     def backend(documents=False, chunks=False, **model):
-        return attention_backend(make_config(**model), CPU, torch.float32, documents, chunks)
+        computed = Computed(CPU, torch.float32, documents, chunks)
+        return attention_backend(make_config(**model), computed)
 
     assert backend() == "flash"
     assert backend(kv_heads=2) == "flash"
@@ -144,8 +149,8 @@ def test_the_kernel_of_training_is_named(make_config):
 
 def test_chunks_with_a_mask_are_not_compiled(make_config):
     masked, plain = make_config(dropout=0.1), make_config()
-    assert "has a mask" in uncompilable_attention(masked, CPU, torch.float32, False, True)
-    assert uncompilable_attention(plain, CPU, torch.float32, True, True) is None
+    assert "has a mask" in uncompilable_attention(masked, PLAIN._replace(context=True))
+    assert uncompilable_attention(plain, PACKED._replace(context=True)) is None
 
 
 def by_scores(query, key, value, sinks, documents, window, softcap):
