@@ -15,8 +15,6 @@ from megafrontier.splits.experts import ExpertGroup, split_experts
 from megafrontier.splits.tensor import split_tensors
 from megafrontier.splits.tokens import TokenGroup
 
-_SPLITS = (("tensor", split_tensors), ("context", split_sequences), ("expert", split_experts))
-
 
 def apply_splits(
     model: GPT,
@@ -31,22 +29,21 @@ def apply_splits(
     it before the first forward. `activations`, `tokens`: their formats on the levels of the mesh.
     `token_pieces`: as in `parallel`. Raises UserError for a model that cannot be divided.
     """
-    groups: list[tuple[TokenGroup | ExpertGroup, Hierarchy]] = []
-    for axis, split in _SPLITS:
+    groups: list[tuple[TokenGroup | ExpertGroup, Hierarchy, WorkWires]] = []
+    for axis, split in (("tensor", split_tensors), ("context", split_sequences)):
         if getattr(mesh.splits, axis) > 1:
             hierarchy = mesh.hierarchy((axis,))
             index, size = hierarchy.shard_index(len(hierarchy.levels.sizes))
-            if axis == "expert":  # so that neighbours have neighbouring experts
-                index = hierarchy.rank
-            groups.append((split(model, index, size), hierarchy))
+            groups.append((split(model, index, size), hierarchy, activations))
+    if mesh.splits.expert > 1:
+        hierarchy = mesh.hierarchy(("expert",))
+        # By rank, so that neighbours have neighbouring experts.
+        experts = split_experts(model, hierarchy.rank, mesh.splits.expert, token_pieces)
+        groups.append((experts, hierarchy, tokens))
 
     def connect(engine: Engine) -> None:
-        for group, hierarchy in groups:
-            if isinstance(group, ExpertGroup):
-                group.pieces = token_pieces
-                group.connect(engine, hierarchy, tokens)
-            else:
-                group.connect(engine, hierarchy, activations)
+        for group, hierarchy, wires in groups:
+            group.connect(engine, hierarchy, wires)
 
     return connect
 

@@ -17,13 +17,14 @@ from torch.utils.checkpoint import checkpoint
 from megafrontier.comm.wires.wire import UNCHANGED, WorkWires
 from megafrontier.common.errors import UserError
 from megafrontier.model.gpt import GPT
+from megafrontier.model.moe.dispatch import run_experts
 from megafrontier.model.moe.experts import Experts
 from megafrontier.model.moe.layer import MoE
 from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.partition.engine import Engine
 from megafrontier.splits.cut import cut_parameters
 from megafrontier.splits.token_dispatch import Move, TokenExchange, TokenRoutes
-from megafrontier.splits.token_routes import ABSENT, Counts
+from megafrontier.splits.token_routes import Counts
 
 
 def check_expert_split(experts: int, size: int, key: str = "parallel.expert") -> None:
@@ -35,7 +36,7 @@ def check_expert_split(experts: int, size: int, key: str = "parallel.expert") ->
         )
 
 
-def split_experts(model: GPT, index: int, size: int) -> "ExpertGroup":
+def split_experts(model: GPT, index: int, size: int, pieces: int = 1) -> "ExpertGroup":
     """Leave the `index`-th of `size` parts of each block's experts in a GPT, which may be on the
     meta device.
 
@@ -43,7 +44,7 @@ def split_experts(model: GPT, index: int, size: int) -> "ExpertGroup":
     then takes this rank's tokens, and returns the sum of their losses. Raises UserError for a
     number of experts that `size` does not divide.
     """
-    group = ExpertGroup()
+    group = ExpertGroup(pieces)
     if model.config.moe is not None:
         check_expert_split(model.config.moe.experts, size)
     cut_parameters(model, ["expert"], "expert", index, size)
@@ -56,10 +57,10 @@ def split_experts(model: GPT, index: int, size: int) -> "ExpertGroup":
 class ExpertGroup:
     """The ranks that share the experts of blocks."""
 
-    def __init__(self) -> None:
-        self.pieces = 1
-        """Pieces in which the tokens of a forward move. While the experts process one, the next is
-        on its way, and so are the results of the one before."""
+    def __init__(self, pieces: int = 1) -> None:
+        """`pieces`: in which the tokens of a forward move. While the experts process one, the next
+        is on its way, and so are the results of the one before."""
+        self._pieces = pieces
 
     def connect(self, engine: Engine, hierarchy: Hierarchy, wires: WorkWires = UNCHANGED) -> None:
         """Let tokens move over the levels of `hierarchy`, on the streams of `engine`. Call it
@@ -70,7 +71,7 @@ class ExpertGroup:
         self, hidden: Tensor, chosen: Tensor, weights: Tensor, experts: Experts
     ) -> Callable[[], Tensor]:
         """`model.moe.dispatch.Dispatch` over the ranks."""
-        inputs = (values.tensor_split(self.pieces) for values in (hidden, chosen, weights))
+        inputs = (values.tensor_split(self._pieces) for values in (hidden, chosen, weights))
         pieces = list(zip(*inputs, strict=True))
         # All counts first: those of a piece would wait for the tokens of the one before.
         counted = [self._exchange.chunks(owners // experts.count) for _, owners, _ in pieces]
@@ -229,70 +230,3 @@ class _FinishCollect(torch.autograd.Function):
         passage = ctx.passage
         passage.move = passage.exchange.start_spread(grad_outputs[0], passage.routes)
         return grad_outputs[0].new_empty(0), None
-
-
-# The experts of one rank
-
-
-def run_experts(
-    rows: Tensor, chosen: Tensor, weights: Tensor, experts: Experts, pairs: int
-) -> Tensor:
-    """The weighted sums of the outputs of this rank's experts [m, h], for rows [m, h] with any
-    number of `experts` each: chosen int64 [m, k], or `ABSENT`, in all `pairs` of them, and weights
-    fp32 [m, k]."""
-    count, (size, active) = experts.count, chosen.shape
-    keys, order = chosen.where(chosen != ABSENT, count).flatten().sort(stable=True)
-    stops = torch.searchsorted(keys, torch.arange(count, device=keys.device), right=True)
-    counts = stops.diff(prepend=stops.new_zeros(1))
-    order = order[:pairs]
-    # Of each row, the places of its pairs first, then `pairs`.
-    places = torch.full((size * active,), pairs, device=keys.device)
-    places[order] = torch.arange(pairs, device=keys.device)
-    places = places.view(size, active).sort(1).values[:, : min(active, count)]
-    copies: Tensor = _Copy.apply(rows, order // active, places)
-    outputs = experts(copies, counts)
-    weighted = outputs * weights.flatten().gather(0, order)[:, None]
-    found: Tensor = _Sum.apply(weighted, order // active, places)
-    return found.to(rows.dtype)
-
-
-def _sum_at(pairs: Tensor, places: Tensor) -> Tensor:
-    """fp32 [m, h]: the sum of pairs [p, h] at each row's places [m, n], where p stands for none.
-
-    By reading, because additions with atomics have any order.
-    """
-    total = torch.zeros(len(places), pairs.shape[1], device=pairs.device)
-    if len(pairs):
-        for column in places.unbind(1):
-            is_there = column < len(pairs)
-            part = pairs[column.clamp(max=len(pairs) - 1)]
-            total += torch.where(is_there[:, None], part, 0)
-    return total
-
-
-class _Copy(torch.autograd.Function):
-    """rows [m, h] → the row of each pair [p, h]."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, of: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return rows[of]
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return _sum_at(grad_outputs[0], places).to(grad_outputs[0].dtype), None, None
-
-
-class _Sum(torch.autograd.Function):
-    """pairs [p, h] → the sum of each row's, fp32 [m, h]."""
-
-    @staticmethod
-    def forward(ctx: Any, pairs: Tensor, of: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(of)
-        return _sum_at(pairs, places)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        (of,) = ctx.saved_tensors
-        return grad_outputs[0][of], None, None

@@ -17,10 +17,11 @@ from torch import Tensor
 from megafrontier.comm.rows import RouteStep, RowExchange
 from megafrontier.comm.streams import AsyncChain
 from megafrontier.comm.wires.wire import UNCHANGED, Wires, WorkWires
+from megafrontier.model.moe.dispatch import ABSENT
 from megafrontier.parallel.groups import all_gather_stacked
 from megafrontier.parallel.hierarchy import Hierarchy, Levels
 from megafrontier.partition.engine import Engine
-from megafrontier.splits.token_routes import ABSENT, Counts, is_inside, plan_step
+from megafrontier.splits.token_routes import Counts, is_inside, plan_step
 
 PEAK = 4.0
 """A chunk of tokens puts at most this many times as many pairs (token, expert) on a rank as a

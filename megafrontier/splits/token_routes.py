@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from megafrontier.comm.rows import RouteStep
+from megafrontier.model.moe.dispatch import ABSENT
 from megafrontier.parallel.hierarchy import Levels
-
-ABSENT = -1
-"""In place of an expert that is not in this rank's group."""
 
 
 class Counts:

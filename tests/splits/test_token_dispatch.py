@@ -92,8 +92,7 @@ def test_experts_process_one_piece_of_the_tokens_while_the_next_is_on_its_way(mo
     note(experts_module, "run_experts")
 
     def body(mesh):
-        group = ExpertGroup()
-        group.pieces = 2
+        group = ExpertGroup(pieces=2)
         group.connect(make_engine(mesh), mesh.hierarchy(("expert",)))
         parts = [part[mesh.rank] for part in routing("even", 2)]
         return outcome(group.dispatch, make_experts(mesh.rank, 2), *parts), list(events)
