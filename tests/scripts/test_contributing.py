@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from textwrap import indent
@@ -10,6 +11,7 @@ from typing import Literal, get_args
 
 import pytest
 import torch
+from torch import nn
 
 from megafrontier.comm.wires import registry
 from megafrontier.comm.wires.wire import Wire, WorkWires, make_wire
@@ -33,12 +35,13 @@ from megafrontier.model.attention.base import Attention
 from megafrontier.model.attention.kinds import KINDS, KVCache
 from megafrontier.model.flops import parameter_count
 from megafrontier.model.gpt import GPT
-from megafrontier.model.init import initialise
+from megafrontier.model.init import initial_slice, initialise
+from megafrontier.optim.gradients import global_norm
 from megafrontier.optim.groups import OPTIMIZERS
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import spec_of
-from megafrontier.partition import Engine, Placement, Wires
+from megafrontier.partition import Engine, Placement, Wires, shard
 from megafrontier.partition.rules import Overlap, StateRules
 from megafrontier.pipeline import schedule
 from megafrontier.pipeline.messages import Messenger
@@ -49,6 +52,7 @@ from megafrontier.plan.resolve import resolve_plan
 from megafrontier.planner.simulation.rates import UNKNOWN
 from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.sites import outer
+from megafrontier.splits.apply import apply_splits
 from megafrontier.splits.context import ContextSplit, check_context_split
 from megafrontier.splits.token_dispatch import TokenExchange
 from megafrontier.splits.tokens import TokenGroup
@@ -240,6 +244,34 @@ def test_any_codec_carries_the_changes_of_sites(codec, monkeypatch):
     assert message.nbytes == codec.message_bytes(outer.ROW + 8)
     decoded = site.decode(message, len(change), change.device)
     assert (decoded - change).norm() < 0.1 * change.norm()
+
+
+def test_the_example_of_a_module_is_divided_and_trains_as_on_one_process():
+    adapter, (tokens, targets) = example("class Adapter")["Adapter"], torch.arange(64).view(2, 4, 8)
+    config = small_config(layers=2, sequence_length=8)
+
+    def body(mesh):
+        with torch.device("meta"):
+            model = GPT(config)
+            for block in model.blocks:
+                block.mlp = nn.Sequential(block.mlp, adapter(config.hidden, 8, 0.1))
+        connect, levels = apply_splits(model, mesh), mesh.hierarchy().levels
+        rules = StateRules.plain(Placement.named("zero3", levels), levels)
+        initial = partial(initial_slice, 7)
+        engine = shard(model, model.units(), rules, mesh, initial=initial)
+        connect(engine)
+        widths = [tuple(spec.shape) for unit in engine.units for spec in unit.specs.values()]
+        assert (8, config.hidden) in widths
+        loss = model(tokens % config.vocab_size, targets % config.vocab_size)
+        loss.backward()
+        gradients = engine.finish_gradients()
+        counts = [unit.counts for unit in engine.trained_units]
+        norm = global_norm(gradients, counts, mesh.world)
+        return loss.item(), norm.item()
+
+    (one,) = run_mesh((1,), body)
+    for rank in run_mesh((2,), body, splits=Splits(tensor=2)):
+        assert rank == pytest.approx(one, rel=1e-5)
 
 
 def test_the_example_of_a_schedule_trains_as_one_process_and_holds_every_micro_batch(
