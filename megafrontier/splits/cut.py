@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from megafrontier.common.errors import need
 from megafrontier.parallel.param_spec import Cut, ParamSpec, set_spec, spec_of
 
 
@@ -12,7 +13,7 @@ def cut_parameters(model: nn.Module, cuts: Sequence[Cut], axis: str, index: int,
     """Replace each parameter whose spec has one of `cuts` by the `index`-th of `size` equal parts.
 
     One with `ParamSpec.parts` becomes a list, with a part of each. `axis`: of the mesh, over which
-    the parts are not replicated. Sizes must be multiples of `size`.
+    the parts are not replicated. Raises UserError if `size` does not divide one.
     """
     for prefix, module in list(model.named_modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -22,6 +23,9 @@ def cut_parameters(model: nn.Module, cuts: Sequence[Cut], axis: str, index: int,
             spec = replace(spec, axes=tuple(other for other in spec.axes if other != axis))
             dim = int(spec.cut == "rows")
             lengths = spec.parts or (spec.shape[dim],)
+            for length in lengths:
+                fits = f"does not divide {spec.name} ({length} of {spec.shape}), need a divisor"
+                need(length % size == 0, f"parallel.{axis}", size, fits)
             starts = [sum(lengths[:i]) for i in range(len(lengths))]
             parts = [
                 _cut(parameter, spec, dim, start + index * (length // size), length // size)

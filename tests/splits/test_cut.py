@@ -1,8 +1,10 @@
 """A split cuts what modules declare, of modules that it does not know."""
 
+import pytest
 import torch
 from torch import nn
 
+from megafrontier.common.errors import UserError
 from megafrontier.model.linear import Linear
 from megafrontier.model.recompute.deferred import OtherGradients
 from megafrontier.parallel.param_spec import ParamSpec, set_spec, spec_of
@@ -44,6 +46,15 @@ def test_parameters_become_the_parts_that_their_specs_declare_in_the_order_that_
     before = [spec.name for spec, _ in specs]
     cut_parameters(model, ("expert",), "expert", 0, 2)
     assert [spec_of(name, p).name for name, p in model.named_parameters()] == before
+
+
+def test_a_split_that_does_not_divide_what_a_module_declares_is_refused_before_anything_is_cut():
+    model = nn.Sequential(Linear(4, [9, 6], 0.1, cut="columns"))
+    with pytest.raises(UserError) as caught:
+        cut_parameters(model, ("columns",), "tensor", 0, 2)
+    assert str(caught.value) == (
+        "parallel.tensor: 2, does not divide 0.weight (9 of (15, 4)), need a divisor"
+    )
 
 
 def test_any_product_may_defer_the_gradients_of_its_matrices_but_not_of_its_bias():
