@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._inductor import config as inductor
 
-from megafrontier.model.kernels import backends
+from megafrontier.model.attention import softmax
 from megafrontier.model.recompute import compile
 from megafrontier.training.device import OutOfMemory, explain_out_of_memory
 from tests import runs
@@ -40,7 +40,7 @@ def test_without_a_compiler_the_blocks_run_as_they_are_after_a_warning(train):
 
 
 def test_an_attention_kernel_that_cannot_be_compiled_runs_uncompiled(train, monkeypatch):
-    monkeypatch.setattr(backends, "returns_traced_shape", lambda *_: False)
+    monkeypatch.setattr(softmax, "returns_traced_shape", lambda *_: False)
     _, lines = train("asked", "train.compile=true", "data.document_mask=true")
     assert lines == [
         "warning: train.compile: this GPU's attention within documents (data.document_mask) is of "

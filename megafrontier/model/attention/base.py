@@ -12,6 +12,7 @@ from megafrontier.config import ModelConfig
 from megafrontier.model.init import matrix_std
 from megafrontier.model.kernels.backends import Computed
 from megafrontier.model.kernels.exchanges import Exchange
+from megafrontier.model.kernels.flash import Heads
 from megafrontier.model.linear import Linear
 from megafrontier.model.norms import make_rms_norm
 from megafrontier.model.positions import AttentionContext, rotate
@@ -115,7 +116,7 @@ class HeadAttention(Attention):
             head_rows=self.head_size,
         )
 
-    def _project(self, hidden: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, hidden: Tensor, context: AttentionContext) -> Heads:
         """hidden [b, s, hidden] → queries, keys and values [b, s, heads, head_size], rotated."""
         rotary, (batch, length) = context.rotary, context.shape
         # With tensor parallelism `hidden` has some of the tokens, and the projection all of them.
@@ -133,20 +134,13 @@ class HeadAttention(Attention):
     def forward(
         self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
     ) -> Tensor:
-        attended = self.attend(*self._project(hidden, context), context, cache)
+        attended = self.attend(self._project(hidden, context), context, cache)
         if self.value_size < self.head_size:
             attended = attended[..., : self.value_size]
         output: Tensor = self.out(attended.reshape(*context.shape, -1))
         return output
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        context: AttentionContext,
-        cache: LayerCache | None,
-    ) -> Tensor:
+    def attend(self, heads: Heads, context: AttentionContext, cache: LayerCache | None) -> Tensor:
         """query [b, s, heads, head_size], key and value [b, s, kv_heads, head_size] → the shape of
         query, or [b · s, heads, head_size]."""
         raise NotImplementedError

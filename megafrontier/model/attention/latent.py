@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megafrontier.config import ModelConfig
 from megafrontier.model.attention.softmax import SoftmaxAttention
 from megafrontier.model.init import matrix_std
+from megafrontier.model.kernels.flash import Heads
 from megafrontier.model.linear import Linear
 from megafrontier.model.norms import make_rms_norm
 from megafrontier.model.positions import AttentionContext, rotate
@@ -44,7 +45,7 @@ class LatentAttention(DividedModule, SoftmaxAttention):
         rows = latent.nope_size + latent.value_size
         self.key_value_up = linear(latent.key_value, self.heads * rows, head_rows=rows, cut="heads")
 
-    def _project(self, hidden: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, hidden: Tensor, context: AttentionContext) -> Heads:
         latent, rotary = self.latent, context.rotary
         down, shared = self.key_value_down(hidden).split([latent.key_value, latent.rope_size], -1)
         found = [self.key_value_norm(down), shared]

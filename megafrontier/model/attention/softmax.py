@@ -12,10 +12,20 @@ from torch import Tensor, nn
 from megafrontier.config import ModelConfig
 from megafrontier.model.attention.base import HeadAttention, LayerCache
 from megafrontier.model.kernels import backends
-from megafrontier.model.kernels.backends import Computed
+from megafrontier.model.kernels.backends import (
+    DOCUMENTS,
+    MASKED,
+    MASKED_PARTS,
+    WHOLE,
+    Computed,
+    form_of,
+    sizes_of,
+    torch_backend,
+)
 from megafrontier.model.kernels.blockwise import Rule, add_sinks_, attend
 from megafrontier.model.kernels.chunks import chunk_attention
 from megafrontier.model.kernels.exchanges import Exchange
+from megafrontier.model.kernels.flash import Heads, Scope, kernel_of, returns_traced_shape
 from megafrontier.model.kernels.varlen import document_attention
 from megafrontier.model.positions import AttentionContext
 from megafrontier.model.scaling import multipliers, scaled
@@ -37,11 +47,6 @@ class KeyValueCache(LayerCache):
         return self._keys[:, :, : self._length], self._values[:, :, : self._length]
 
 
-OverChunks = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, Tensor | None], Tensor]
-"""Attention of parts of documents: query, key and value [1, n, heads, d], all documents, dropout
-and sinks → [1, n, heads, d]. What `kernels.chunks.chunk_attention` does."""
-
-
 class SoftmaxAttention(HeadAttention):
     """Each token has weights for itself and those before it, which are the softmax of scores."""
 
@@ -56,32 +61,25 @@ class SoftmaxAttention(HeadAttention):
         self.multiplier = scale * multipliers(config).query
         self.window = config.window_of(number) or 0
         self.softcap = config.attention.softcap or 0.0
-        self.over_chunks: OverChunks | None = None
-        """Attends in place of this module, if it gets parts of documents."""
+        self.over_chunks: Callable[..., Tensor] | None = None
+        """`chunk_attention`, up to the exchange, if this module gets parts of documents."""
         self.sinks: nn.Parameter | None = None
         if config.attention.sinks:
             self.sinks = nn.Parameter(torch.empty(self.heads))
             set_spec(self.sinks, ParamSpec("", (self.heads,), "bias", cut="heads"))
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        context: AttentionContext,
-        cache: LayerCache | None,
-    ) -> Tensor:
-        documents = context.documents
+    def attend(self, heads: Heads, context: AttentionContext, cache: LayerCache | None) -> Tensor:
+        (query, key, value), documents = heads, context.documents
         query = scaled(query, self.multiplier)
         dropout = self.dropout if self.training else 0.0
         if self.over_chunks is not None:
             assert documents is not None
             return self.over_chunks(query, key, value, documents, dropout, self.sinks)
         if documents is not None and context.mask is None:
-            query, key, value = (heads.flatten(0, 1) for heads in (query, key, value))
+            query, key, value = (part.flatten(0, 1) for part in (query, key, value))
             rule = self.sinks, self.window, self.softcap
             return document_attention(query, key, value, documents, context.shape[1], *rule)
-        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         if isinstance(cache, KeyValueCache):
             key, value = cache.extend(key, value)
         if self.window or self.softcap or self.sinks is not None:
@@ -92,7 +90,7 @@ class SoftmaxAttention(HeadAttention):
 
     def _attend_cached(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of the last tokens to all cached ones, [b, heads, s, d] → the same shape."""
-        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         rule = Rule(key.shape[1] - query.shape[1], self.window, self.softcap)
         attended, sums = attend(query, key, value, rule)
         if self.sinks is not None:
@@ -151,12 +149,31 @@ class SoftmaxAttention(HeadAttention):
 
     @classmethod
     def needs_mask(cls, config: ModelConfig, computed: Computed, dropout: float) -> bool:
-        return backends.form_of(config, computed, dropout) is backends.MASKED
+        return form_of(config, computed, dropout) is MASKED
 
     @classmethod
     def uncompilable(cls, config: ModelConfig, computed: Computed) -> str | None:
-        return backends.uncompilable_attention(config, computed)
+        # Evaluations have no dropout. Parts of sequences have the form of training there, too.
+        form = form_of(config, computed, config.dropout if computed.context else 0.0)
+        if form is MASKED_PARTS:
+            return "attention over parts of sequences (parallel.context) has a mask here"
+        if form is DOCUMENTS and not returns_traced_shape(*sizes_of(config, computed)):
+            return "this GPU's attention within documents (data.document_mask) is of another shape"
+        return None
 
     @classmethod
     def kernel(cls, config: ModelConfig, computed: Computed) -> str:
-        return backends.attention_backend(config, computed)
+        """For example "flash" or "dense mask, math" of torch, "varlen flash" within documents,
+        "chunks, flash" of parts of sequences; "plain torch" for windows that flash does not have.
+        """
+        form = form_of(config, computed, config.dropout)
+        if form is MASKED_PARTS:
+            return "chunks, masked"
+        if form in (WHOLE, MASKED):
+            return ("dense mask, " if form is MASKED else "") + torch_backend(config, computed)
+        is_whole = form is DOCUMENTS
+        scope = Scope(torch.empty(0) if is_whole else None, softcap=config.attention.softcap or 0.0)
+        sizes, sinks = sizes_of(config, computed), config.attention.sinks and is_whole
+        windows = {config.window_of(i) or 0 for i in range(config.layers)}
+        names = {kernel_of(sizes, scope._replace(window=w), sinks).name for w in windows}
+        return f"{'varlen' if is_whole else 'chunks,'} {' and '.join(sorted(names))}"

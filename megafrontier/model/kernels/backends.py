@@ -16,11 +16,8 @@ from torch.nn.attention import SDPBackend
 
 from megafrontier.config import ModelConfig
 from megafrontier.model.kernels.flash import (
-    Scope,
     Sizes,
     has_log_sums,
-    kernel_of,
-    returns_traced_shape,
 )
 
 _NAMES = {
@@ -68,7 +65,7 @@ def form_of(config: ModelConfig, computed: Computed, dropout: float) -> Form:
     # With a rule there is none (`config.model.blocks.check_attention`).
     asked |= {"dropout": dropout > 0 and not has_rule, "rule": has_rule}
     needed = {name for name, is_asked in asked.items() if is_asked}
-    can_sum = has_log_sums(_sizes(config, computed), has_rule, dropout)
+    can_sum = has_log_sums(sizes_of(config, computed), has_rule, dropout)
     return next(f for f in FORMS if needed <= f.supports and (can_sum or not f.has_log_sums))
 
 
@@ -78,38 +75,8 @@ def supports_gqa(device: torch.device, dtype: torch.dtype, is_masked: bool) -> b
     return not is_masked and not (device.type == "cuda" and dtype == torch.float32)
 
 
-def uncompilable_attention(config: ModelConfig, computed: Computed) -> str | None:
-    """Why blocks with this attention cannot be compiled, or None if they can."""
-    # Evaluations have no dropout. Parts of sequences have the form of training there, too.
-    form = form_of(config, computed, config.dropout if computed.context else 0.0)
-    if form is MASKED_PARTS:
-        return "attention over parts of sequences (parallel.context) has a mask here"
-    if form is DOCUMENTS and not returns_traced_shape(*_sizes(config, computed)):
-        return "this GPU's attention within documents (data.document_mask) is of another shape"
-    return None
-
-
-def attention_backend(config: ModelConfig, computed: Computed) -> str:
-    """The attention kernel in training, for example "flash" or "dense mask, math" of torch, "varlen
-    flash" within documents, or "chunks, flash" of parts of sequences. With windows that its kernel
-    does not have, some blocks have "plain torch"."""
-    form = form_of(config, computed, config.dropout)
-    if form is MASKED_PARTS:
-        return "chunks, masked"
-    if form in (WHOLE, MASKED):
-        name = _torch_backend(config, computed)
-        return f"dense mask, {name}" if form is MASKED else name
-    documents = None if form is PARTS else torch.zeros(0)
-    has_sinks = config.attention.sinks and form is DOCUMENTS
-    scope = Scope(documents, softcap=config.attention.softcap or 0.0)
-    names = {
-        kernel_of(_sizes(config, computed), scope._replace(window=window or 0), has_sinks).name
-        for window in map(config.window_of, range(config.layers))
-    }
-    return f"{'chunks,' if form is PARTS else 'varlen'} {' and '.join(sorted(names))}"
-
-
-def _torch_backend(config: ModelConfig, computed: Computed) -> str:
+def torch_backend(config: ModelConfig, computed: Computed) -> str:
+    """The kernel that torch chooses in training: "flash", "memory-efficient", "cudnn" or "math"."""
     device, dtype, documents, _ = computed
     repeated = not supports_gqa(device, dtype, documents)
     heads = [config.heads] + 2 * [config.heads if repeated else config.num_kv_heads]
@@ -128,5 +95,6 @@ def _torch_backend(config: ModelConfig, computed: Computed) -> str:
     return _NAMES.get(SDPBackend(chosen), "another")
 
 
-def _sizes(config: ModelConfig, computed: Computed) -> Sizes:
+def sizes_of(config: ModelConfig, computed: Computed) -> Sizes:
+    """Those of a model's heads."""
     return *computed[:2], config.heads, config.num_kv_heads, config.head_dim

@@ -21,9 +21,8 @@ from megafrontier.model.kernels.exchanges import EXCHANGES, AttentionPart, Excha
 from megafrontier.model.kernels.flash import (
     Inputs,
     Scope,
-    attend_pair,
-    attend_pair_backward,
     has_log_sums,
+    kernel_of,
     kernel_sizes,
     returns_traced_shape,
 )
@@ -103,13 +102,13 @@ def _attend(
     scope = Scope(window=window, softcap=softcap)
     attended, sums = _attend_selves(query, key, value, parts, bounds, scope)
     scope = scope._replace(is_causal=False)
-    pasts = []
+    kernel, pasts = kernel_of(kernel_sizes(query, key), scope), []
     for (heads, _), gather in zip(pieces, gathers, strict=True):
         pasts.append(gather())
         keys, values = pasts[-1][None].chunk(2, 2)
         for tokens, past in _with_past(parts):
             pair = keys[:, past], values[:, past]
-            found = attend_pair(query[None, tokens, heads], *pair, scope)
+            found = kernel.forward((query[None, tokens, heads], *pair), scope)
             _merge_(attended[tokens, heads], sums[heads, tokens], found[0][0], found[1][0])
     if sinks is not None:
         add_sinks_(attended, sums, sinks)
@@ -154,20 +153,18 @@ def _attend_selves(
     scope: Scope,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each part to itself, and its log-sums."""
-    if _has_one_kernel(query, key):
+    sizes = kernel_sizes(query, key)
+    # One kernel attends within all parts, if it gives log-sums that can be merged.
+    if returns_traced_shape(*sizes):
         rule = scope.window, scope.softcap
         return attend_documents(query, key, value, bounds, _longest(parts), None, *rule)
     attended = torch.empty_like(query)
     sums = query.new_empty((query.shape[1], len(query)), dtype=torch.float32)
     for at, _ in parts:
-        out, scores = attend_pair(query[None, at], key[None, at], value[None, at], scope)
+        heads = query[None, at], key[None, at], value[None, at]
+        out, scores = kernel_of(sizes, scope).forward(heads, scope)
         attended[at], sums[:, at] = out[0], scores[0]
     return attended, sums
-
-
-def _has_one_kernel(query: Tensor, key: Tensor) -> bool:
-    """Whether one kernel attends within all parts and gives log-sums that can be merged."""
-    return returns_traced_shape(*kernel_sizes(query, key))
 
 
 def _merge_(attended: Tensor, sums: Tensor, other: Tensor, other_sums: Tensor) -> None:
@@ -233,7 +230,7 @@ class _Backward:
         scope: Scope,
     ) -> None:
         """`scope`: of parts and themselves."""
-        self._inputs, self._scope = inputs, scope
+        self._inputs, self._scope, self._sizes = inputs, scope, kernel_sizes(*inputs[1:3])
         _, query, key, value, _ = inputs
         self._sums, self._parts, self._bounds = sums, parts, bounds
         self.by_query = torch.zeros_like(query)
@@ -244,11 +241,12 @@ class _Backward:
         parts = self._parts[first:last]
         if not parts:
             return
-        if not _has_one_kernel(*self._inputs[1:3]):
+        if not returns_traced_shape(*self._sizes):
             for at, _ in parts:
                 grad, q, k, v, out = (tensor[None, at] for tensor in self._inputs)
                 sums = self._sums[None, :, at]
-                found = attend_pair_backward((grad, q, k, v, out), sums, self._scope)
+                kernel = kernel_of(self._sizes, self._scope)
+                found = kernel.backward((grad, q, k, v, out), sums, self._scope)
                 self._add(at, *(gradient[0] for gradient in found))
             return
         at = slice(parts[0].tokens.start, parts[-1].tokens.stop)
@@ -271,10 +269,11 @@ class _Backward:
         total = torch.zeros_like(past, dtype=torch.float32)
         by_keys, by_values = total.chunk(2, 1)
         scope = self._scope._replace(is_causal=False)
+        kernel = kernel_of(self._sizes, scope)
         for at, before in _with_past(self._parts):
             grad, q, out = (tensor[None, at, heads] for tensor in (grad_output, query, attended))
             pair, sums = (keys[:, before], values[:, before]), self._sums[None, heads, at]
-            found = attend_pair_backward((grad, q, *pair, out), sums, scope)
+            found = kernel.backward((grad, q, *pair, out), sums, scope)
             self.by_query[at, heads] += found[0][0]
             by_keys[before] += found[1][0]
             by_values[before] += found[2][0]

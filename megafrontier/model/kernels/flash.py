@@ -26,6 +26,8 @@ _gpu_backward = torch.ops.aten._flash_attention_backward
 
 Sizes = tuple[torch.device, torch.dtype, int, int, int]
 """The device and type, the numbers of heads of queries and keys, and the size of a head."""
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Query, key and value."""
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """The gradient of the result, query, key, value and result."""
 
@@ -79,7 +81,7 @@ def returns_traced_shape(
     )
     documents = torch.tensor([0, 4, 16], dtype=torch.int32, device=device)
     kernel = kernel_of((device, dtype, heads, kv_heads, head_size), Scope(documents, 12))
-    return kernel.forward(query, key, key, Scope(documents, 12))[1].shape == (heads, 16)
+    return kernel.forward((query, key, key), Scope(documents, 12))[1].shape == (heads, 16)
 
 
 @cache
@@ -134,9 +136,7 @@ class LogSumKernel:
         `has_document_kernel`."""
         raise NotImplementedError
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, scope: Scope
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, heads: Heads, scope: Scope) -> tuple[Tensor, Tensor]:
         """The result, like query, and the log-sums."""
         raise NotImplementedError
 
@@ -163,13 +163,9 @@ class GPUFlash(LogSumKernel):
         has_window = not scope.window or has_window_kernel(*sizes)
         return has_window and (not has_sinks or returns_traced_shape(*sizes))
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, scope: Scope
-    ) -> tuple[Tensor, Tensor]:
-        lengths, options = self._lengths(query, key, scope), _limits(scope.window)
-        attended, sums, *_ = _gpu_forward(
-            query, key, value, *lengths, 0.0, scope.is_causal, False, **options
-        )
+    def forward(self, heads: Heads, scope: Scope) -> tuple[Tensor, Tensor]:
+        options = *self._lengths(*heads[:2], scope), 0.0, scope.is_causal, False
+        attended, sums, *_ = _gpu_forward(*heads, *options, **_limits(scope.window))
         return attended, sums
 
     def backward(self, inputs: Inputs, sums: Tensor, scope: Scope) -> tuple[Tensor, ...]:
@@ -196,17 +192,16 @@ class CPUFlash(LogSumKernel):
     def supports(self, sizes: Sizes, scope: Scope, has_sinks: bool) -> bool:
         return sizes[0].type == "cpu" and not scope.window and not scope.softcap
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, scope: Scope
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, heads: Heads, scope: Scope) -> tuple[Tensor, Tensor]:
         if scope.documents is None:
-            heads = (tensor.transpose(1, 2) for tensor in (query, key, value))
-            attended, sums = _cpu_forward(*heads, is_causal=scope.is_causal)
+            turned = (tensor.transpose(1, 2) for tensor in heads)
+            attended, sums = _cpu_forward(*turned, is_causal=scope.is_causal)
             return attended.transpose(1, 2), sums
+        query, key, value = heads
         attended = torch.empty_like(query)
         sums = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
         for at in _slices(scope.documents):
-            pair = self.forward(query[None, at], key[None, at], value[None, at], Scope())
+            pair = self.forward((query[None, at], key[None, at], value[None, at]), Scope())
             attended[at], sums[:, at] = (part[0] for part in pair)
         return attended, sums
 
@@ -236,13 +231,12 @@ class Blockwise(LogSumKernel):
     def supports(self, sizes: Sizes, scope: Scope, has_sinks: bool) -> bool:
         return True
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, scope: Scope
-    ) -> tuple[Tensor, Tensor]:
-        rule = self._rule(key, scope)
+    def forward(self, heads: Heads, scope: Scope) -> tuple[Tensor, Tensor]:
+        rule = self._rule(heads[1], scope)
         if scope.documents is None:
-            return attend(query, key, value, rule)
-        attended, sums = attend(query[None], key[None], value[None], rule)
+            return attend(*heads, rule)
+        query, key, value = (tensor[None] for tensor in heads)
+        attended, sums = attend(query, key, value, rule)
         return attended[0], sums[0]
 
     def backward(self, inputs: Inputs, sums: Tensor, scope: Scope) -> tuple[Tensor, ...]:
@@ -267,18 +261,8 @@ KERNELS: tuple[LogSumKernel, ...] = (GPUFlash(), CPUFlash(), Blockwise())
 
 
 def kernel_of(sizes: Sizes, scope: Scope, has_sinks: bool = False) -> LogSumKernel:
-    """The kernel that attends like this."""
+    """The kernel for these. It is not for autograd."""
     return next(kernel for kernel in KERNELS if kernel.supports(sizes, scope, has_sinks))
-
-
-def attend_pair(query: Tensor, key: Tensor, value: Tensor, scope: Scope) -> tuple[Tensor, Tensor]:
-    """Attention of a pair, and its log-sums. Not for autograd."""
-    return kernel_of(kernel_sizes(query, key), scope).forward(query, key, value, scope)
-
-
-def attend_pair_backward(inputs: Inputs, sums: Tensor, scope: Scope) -> tuple[Tensor, ...]:
-    """Gradients of query, key and value of `attend_pair`, as `LogSumKernel.backward`."""
-    return kernel_of(kernel_sizes(*inputs[1:3]), scope).backward(inputs, sums, scope)
 
 
 def _limits(window: int) -> dict[str, int]:

@@ -50,7 +50,7 @@ def attend_documents(
     """The result, and the fp32 log-sum-exp [heads, t] of the scores, for backward."""
     scope = Scope(documents, longest, True, window, softcap)
     kernel = kernel_of(kernel_sizes(query, key), scope, sinks is not None)
-    attended, sums = kernel.forward(query, key, value, scope)
+    attended, sums = kernel.forward((query, key, value), scope)
     if sinks is not None:
         add_sinks_(attended, sums, sinks)
     return attended, sums

@@ -6,16 +6,17 @@ import torch.nn.functional as F
 
 from megafrontier.config import AttentionConfig
 from megafrontier.data.sampling.samples import document_starts
-from megafrontier.model.kernels import backends, blockwise
+from megafrontier.model.attention import softmax
+from megafrontier.model.attention.softmax import SoftmaxAttention
+from megafrontier.model.kernels import blockwise, flash
 from megafrontier.model.kernels.backends import (
     DOCUMENTS,
     MASKED,
     Computed,
-    attention_backend,
     form_of,
     supports_gqa,
-    uncompilable_attention,
 )
+from megafrontier.model.kernels.flash import Blockwise, CPUFlash, GPUFlash, Scope, kernel_of
 from megafrontier.model.kernels.varlen import document_attention
 from megafrontier.model.positions import document_mask, document_positions
 from tests.model.small_models import GEMMA
@@ -115,11 +116,11 @@ def test_dropout_needs_the_dense_mask(make_config, make_model, tokens):
 
 def test_blocks_are_compiled_only_if_their_evaluation_can_be(make_config, monkeypatch):
     """Evaluation has no dropout, so it needs no dense mask even if training does."""
-    monkeypatch.setattr(backends, "returns_traced_shape", lambda *_: False)
+    monkeypatch.setattr(softmax, "returns_traced_shape", lambda *_: False)
     for dropout in (0.0, 0.1):
         config = make_config(dropout=dropout)
-        assert "another shape" in uncompilable_attention(config, PACKED)
-        assert uncompilable_attention(config, PLAIN) is None
+        assert "another shape" in SoftmaxAttention.uncompilable(config, PACKED)
+        assert SoftmaxAttention.uncompilable(config, PLAIN) is None
 
 
 def test_a_gpus_fused_kernels_support_grouped_heads_without_a_mask_in_16_bits():
@@ -133,7 +134,7 @@ def test_a_gpus_fused_kernels_support_grouped_heads_without_a_mask_in_16_bits():
 def test_the_kernel_of_training_is_named(make_config):
     def backend(documents=False, chunks=False, **model):
         computed = Computed(CPU, torch.float32, documents, chunks)
-        return attention_backend(make_config(**model), computed)
+        return SoftmaxAttention.kernel(make_config(**model), computed)
 
     assert backend() == "flash"
     assert backend(kv_heads=2) == "flash"
@@ -147,10 +148,43 @@ def test_the_kernel_of_training_is_named(make_config):
     assert backend(chunks=True, attention=some) == "chunks, flash and plain torch"
 
 
+PAIR, WHOLE_ROWS = Scope(), Scope(torch.empty(0))
+
+
+@pytest.mark.parametrize(
+    ("device", "scope", "has_sinks", "lacks", "kernel"),
+    [
+        ("cuda", WHOLE_ROWS, True, [], GPUFlash),
+        ("cuda", WHOLE_ROWS._replace(window=4), True, [], GPUFlash),
+        ("cuda", WHOLE_ROWS._replace(softcap=2.0), False, [], Blockwise),
+        ("cuda", WHOLE_ROWS, False, ["has_window_kernel", "returns_traced_shape"], GPUFlash),
+        ("cuda", WHOLE_ROWS._replace(window=4), False, ["has_window_kernel"], Blockwise),
+        ("cuda", WHOLE_ROWS, True, ["returns_traced_shape"], Blockwise),
+        ("cuda", WHOLE_ROWS, False, ["has_document_kernel"], Blockwise),
+        ("cuda", PAIR._replace(is_causal=False), False, [], GPUFlash),
+        ("cuda", PAIR._replace(window=4), False, [], Blockwise),
+        ("cuda", PAIR, False, ["has_document_kernel"], Blockwise),
+        ("cpu", WHOLE_ROWS, True, [], CPUFlash),
+        ("cpu", PAIR, False, [], CPUFlash),
+        ("cpu", WHOLE_ROWS._replace(window=4), False, [], Blockwise),
+        ("cpu", PAIR._replace(softcap=2.0), False, [], Blockwise),
+        ("meta", WHOLE_ROWS._replace(window=4), True, [], GPUFlash),
+        ("meta", PAIR, False, [], Blockwise),
+    ],
+)
+def test_the_first_kernel_that_supports_the_attention_is_used(
+    monkeypatch, device, scope, has_sinks, lacks, kernel
+):
+    for probe in ("has_document_kernel", "has_window_kernel", "returns_traced_shape"):
+        monkeypatch.setattr(flash, probe, lambda *_, probe=probe: probe not in lacks)
+    sizes = torch.device(device), torch.bfloat16, 4, 2, 64
+    assert type(kernel_of(sizes, scope, has_sinks)) is kernel
+
+
 def test_chunks_with_a_mask_are_not_compiled(make_config):
     masked, plain = make_config(dropout=0.1), make_config()
-    assert "has a mask" in uncompilable_attention(masked, PLAIN._replace(context=True))
-    assert uncompilable_attention(plain, PACKED._replace(context=True)) is None
+    assert "has a mask" in SoftmaxAttention.uncompilable(masked, PLAIN._replace(context=True))
+    assert SoftmaxAttention.uncompilable(plain, PACKED._replace(context=True)) is None
 
 
 def by_scores(query, key, value, sinks, documents, window, softcap):
