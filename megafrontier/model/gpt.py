@@ -252,7 +252,7 @@ class GPT(nn.Module):
         scale_specs(config, self.blocks, self.embedding, self.head)
         self.part: Callable[[Tensor, Tensor], Tensor] | None = None
         """Maps values of all tokens [b, s] and their documents, on the host, to the values [1, n]
-        of this process's tokens, if it has parts of documents (`Attention.over_chunks`)."""
+        of this process's tokens, if it has parts of documents (`Attention.split_sequences`)."""
 
     def own_part(self, values: Tensor, documents: Tensor | None) -> Tensor:
         """The values of those of all tokens [b, s] whose losses `forward` sums. `documents` as for

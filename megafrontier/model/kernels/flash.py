@@ -11,7 +11,7 @@ With log-sums, attention to several parts of the keys can be merged, and sinks c
 
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,9 +112,8 @@ def has_window_kernel(
     return all(bool((a - b[0]).abs().max() < 0.1 * b.abs().max()) for a, b in pairs)
 
 
-def kernel_sizes(query: Tensor, key: Tensor) -> tuple[torch.device, torch.dtype, int, int, int]:
-    """What `has_document_kernel` and its like ask for, of queries [.., heads, d] and keys
-    [.., kv_heads, d]."""
+def kernel_sizes(query: Tensor, key: Tensor) -> Sizes:
+    """Those of queries [.., heads, d] and keys [.., kv_heads, d]."""
     return query.device, query.dtype, query.shape[-2], key.shape[-2], query.shape[-1]
 
 
@@ -170,15 +169,10 @@ class GPUFlash(LogSumKernel):
 
     def backward(self, inputs: Inputs, sums: Tensor, scope: Scope) -> tuple[Tensor, ...]:
         lengths, unused = self._lengths(*inputs[1:3], scope), _no_dropout(sums.device)
-        gradients = _gpu_backward(
-            *(*inputs, sums.contiguous(), *lengths, 0.0, scope.is_causal, *unused),
-            **_limits(scope.window),
-        )
-        return tuple(gradients[:3])
+        given = *inputs, sums.contiguous(), *lengths, 0.0, scope.is_causal, *unused
+        return tuple(_gpu_backward(*given, **_limits(scope.window))[:3])
 
-    def _lengths(
-        self, query: Tensor, key: Tensor, scope: Scope
-    ) -> tuple[Tensor | None, Tensor | None, int, int]:
+    def _lengths(self, query: Tensor, key: Tensor, scope: Scope) -> tuple[Any, Any, int, int]:
         if scope.documents is None:
             return None, None, query.shape[1], key.shape[1]
         return scope.documents, scope.documents, scope.longest, scope.longest
@@ -208,17 +202,15 @@ class CPUFlash(LogSumKernel):
     def backward(self, inputs: Inputs, sums: Tensor, scope: Scope) -> tuple[Tensor, ...]:
         if scope.documents is None:
             heads = (tensor.transpose(1, 2) for tensor in inputs)
-            gradients = _cpu_backward(
-                *heads, sums.contiguous(), dropout_p=0.0, is_causal=scope.is_causal
-            )
+            options = {"dropout_p": 0.0, "is_causal": scope.is_causal}
+            gradients = _cpu_backward(*heads, sums.contiguous(), **options)
             return tuple(gradient.transpose(1, 2) for gradient in gradients)
         totals = tuple(torch.empty_like(tensor) for tensor in inputs[1:4])
         for at in _slices(scope.documents):
             grad, query, key, value, attended = (tensor[None, at] for tensor in inputs)
             pair = grad, query, key, value, attended
-            for total, part in zip(
-                totals, self.backward(pair, sums[None, :, at], Scope()), strict=True
-            ):
+            parts = self.backward(pair, sums[None, :, at], Scope())
+            for total, part in zip(totals, parts, strict=True):
                 total[at] = part[0]
         return totals
 
