@@ -3,8 +3,8 @@
 With a number of nodes, and if the machine file has ranks per host, also print what runs there and
 warn of files and packages that are missing here.
 
-    python slurm/describe.py [--nodes=N] [--ntasks-per-node=N] [--ntasks=N] [--submitting] CONFIG \
-        [key=value …]
+    python slurm/describe.py [--nodes=N] [--ntasks-per-node=N] [--ntasks=N] [--time=LIMIT] \
+        [--signal=B:USR1@SECONDS] [--submitting] CONFIG [key=value …]
 
 A batch file runs this before it starts a thousand ranks. Exit code 2 and one line for bad input,
 70 if storage fails. --submitting also refuses a config without training data.
@@ -34,6 +34,7 @@ def describe(arguments: argparse.Namespace) -> list[str]:
     if per_host is not None:
         # torch takes seconds to import
         from megafrontier.plan.describe import describe_run
+        from megafrontier.plan.saves import describe_saves
         from megafrontier.planner.checks import check_ranks
 
         check_tasks("--ntasks-per-node", arguments.ntasks_per_node, per_host)
@@ -49,7 +50,9 @@ def describe(arguments: argparse.Namespace) -> list[str]:
         if arguments.submitting:
             from megafrontier.planner.command import predict
 
-            lines += predict(config, plan)
+            lines += predict(config, plan, working_seconds(arguments))
+        else:  # a prediction takes seconds to minutes
+            lines += describe_saves(config, plan, None, working_seconds(arguments))
         return lines
     if nodes > 1:
         lines.append(
@@ -63,6 +66,23 @@ def check_tasks(option: str, tasks: int | None, ranks: int) -> None:
     """Raise UserError if a number of tasks is not the machine file's number of ranks."""
     if tasks not in (None, ranks):
         raise UserError(f"{option}: {tasks}, need {ranks}, by machine.device.ranks_per_host")
+
+
+def working_seconds(arguments: argparse.Namespace) -> float | None:
+    """How long a job works before Slurm asks it to stop, by sbatch's --time and --signal; None if
+    that is not known."""
+    days, _, clock = (arguments.time or "").rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdecimal() for part in parts) or not (days or "0").isdecimal():
+        return None
+    # Without days one number is minutes, and two are minutes and seconds.
+    numbers = [int(part) for part in parts]
+    if not days and len(numbers) < 3:
+        numbers.insert(0, 0)
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    limit = 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
+    before = (arguments.signal or "").partition("@")[2]
+    return limit - int(before) if limit and before.isdecimal() else limit or None
 
 
 def missing(config: Config, plan: "RunPlan") -> list[str]:
@@ -87,6 +107,8 @@ def missing(config: Config, plan: "RunPlan") -> list[str]:
 parser = argparse.ArgumentParser()
 for option in "--nodes", "--ntasks-per-node", "--ntasks":
     parser.add_argument(option, type=int)
+for option in "--time", "--signal":
+    parser.add_argument(option)
 parser.add_argument("--submitting", action="store_true")
 parser.add_argument("config")
 parser.add_argument("overrides", nargs="*")

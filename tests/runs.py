@@ -29,7 +29,7 @@ train: {{steps: 8, global_batch: 16, micro_batch: 1, precision: fp32}}
 optimizer: {{lr: 5.0e-3}}
 schedule: {{warmup_steps: 2}}
 machine: {{levels: {{pair: {{size: 2}}, node: {{size: 2}}, world: {{}}}}}}
-checkpoint: {{every: 0}}
+checkpoint: {{every: 0, minutes: 0}}
 evaluate: {{batches: 1}}
 log: {{every: 100}}
 """

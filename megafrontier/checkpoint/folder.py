@@ -10,9 +10,11 @@ import os
 import re
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TypeVar
 
 from megafrontier.checkpoint.format import FILE_NAME
@@ -23,7 +25,8 @@ T = TypeVar("T")
 
 _NAME = re.compile(r"step-(\d{8,})")
 _SUPERSEDED = re.compile(rf"{_NAME.pattern}\.superseded(-\d+)?")
-_HIDDEN = re.compile(r"\.step-\d{8,}\.(partial|removed)")
+_PARTIAL = re.compile(r"\.step-\d{8,}\.partial")
+_REMOVED = re.compile(r"\.step-\d{8,}\.removed")
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -156,12 +159,26 @@ def delete(paths: Iterable[Path]) -> None:
 
 
 def clean_partials(root: Path) -> None:
+    """Delete what killed saves left. Only one rank calls it, while no rank saves into `root`. What
+    cannot be deleted blocks only a save of the same step."""
+    _clean(_named(root, _PARTIAL))
+
+
+def clean_hidden(root: Path) -> None:
     """Delete what killed saves and deletions left. Only one rank calls it, while no rank saves into
-    `root`. What cannot be deleted blocks only a save of the same step."""
-    for path in root.iterdir() if root.is_dir() else ():
-        if _HIDDEN.fullmatch(path.name):
-            with suppress(OSError):
-                delete([path])
+    `root` or deletes there."""
+    _clean([*_named(root, _PARTIAL), *_named(root, _REMOVED)])
+
+
+def _clean(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with suppress(OSError):
+            delete([path])
+
+
+def _named(root: Path, pattern: re.Pattern[str]) -> list[Path]:
+    names = os.listdir(root) if root.is_dir() else []
+    return [root / name for name in sorted(names) if pattern.fullmatch(name)]
 
 
 def set_aside(path: Path) -> Path:
@@ -182,6 +199,42 @@ def delete_old(root: Path, keep: int, keep_every: int, warn: Callable[[str], Non
         delete(prune(root, keep, keep_every))
     except OSError as error:
         warn(f"warning: old checkpoints not deleted: {error}")
+
+
+class Deletions:
+    """The deletions of one rank's old checkpoints, in threads one after another. What a kill leaves
+    of them, a later one deletes."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._problems: SimpleQueue[OSError] = SimpleQueue()
+
+    def start(self, root: Path, keep: int, keep_every: int) -> None:
+        """Hide the checkpoints that `prune` chooses, and begin to delete all hidden ones. Raises
+        OSError."""
+        prune(root, keep, keep_every)
+        if hidden := _named(root, _REMOVED):
+            # A daemon, because a run that ends must not wait for storage that hangs.
+            arguments = hidden, self._thread
+            self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
+            self._thread.start()
+
+    def _run(self, paths: list[Path], before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
+        try:
+            delete(paths)
+        except OSError as error:
+            self._problems.put(error)
+
+    def wait(self) -> None:
+        """Return when all deletions that have begun are done."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def problems(self) -> list[OSError]:
+        """Why deletions have failed since the last call."""
+        return [self._problems.get() for _ in range(self._problems.qsize())]
 
 
 def set_later_aside(root: Path, step: int) -> None:

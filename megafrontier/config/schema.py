@@ -118,11 +118,18 @@ class TrainConfig:
 @dataclass
 class CheckpointConfig:
     every: int = bounded(1000, at_least=0)
-    """Steps between checkpoints; 0: save only at the end."""
+    """Steps between checkpoints; 0: none by steps. The last step, and a step after which the run
+    stops, are saved anyway."""
+    minutes: float = bounded(30.0, at_least=0)
+    """Minutes after which a checkpoint is saved, by the clock of rank 0, if `every` has not come
+    first; 0: none by time. It is saved a step later. If the one before is still being written, the
+    next follows that. Saving folds the errors of error feedback, so with these and
+    `train.deterministic` only `every` counts."""
     keep: int = bounded(2, at_least=0)
-    """Number of newest checkpoints to keep; 0: all."""
+    """Number of newest checkpoints to keep; 0: all. Older ones are deleted behind the steps."""
     keep_every: int = bounded(0, at_least=0)
-    """Also keep each checkpoint whose step is a multiple of this; 0: none."""
+    """Also keep each checkpoint whose step is a multiple of this, for which `every` should divide
+    it; 0: none."""
     asynchronous: bool = True
     """Write checkpoints behind the next steps. Training waits only while each rank copies its
     shards to host memory, which needs room for one such copy. The last step, and a step after which

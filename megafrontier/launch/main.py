@@ -29,6 +29,7 @@ from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.plan.assemble import initial_values
 from megafrontier.plan.describe import describe_kernels, describe_run
 from megafrontier.plan.refuse import memory_advice
+from megafrontier.plan.saves import describe_saves
 from megafrontier.planner.checks import check_files, check_ranks
 from megafrontier.sites.exchange import SiteExchange
 from megafrontier.training.callbacks.base import load_class
@@ -201,6 +202,7 @@ def _run(context: RunContext, start: StartRecord, chosen: Sequence[str]) -> int:
         *chosen,
         *describe_run(config, plan, context.world.device),
         *describe_kernels(config, context.world, plan, trainer.model),
+        *describe_saves(config, plan),
         *([context.mesh.describe_groups()] if context.world.size > 1 else []),
     ):
         run_logger.info(line)

@@ -14,6 +14,7 @@ from megafrontier.plan.describe import describe_run
 from megafrontier.plan.footprint import host_gib
 from megafrontier.plan.refuse import check_layout, memory_advice
 from megafrontier.plan.resolve import RunPlan
+from megafrontier.plan.saves import describe_saves
 from megafrontier.planner.auto import choose_layout
 from megafrontier.planner.checks import check_files, check_ranks, warn_of_files, warn_of_names
 from megafrontier.planner.layers import simulate_blocks
@@ -78,7 +79,7 @@ def dry_run_command(path: str, overrides: Sequence[str], ranks: int | None) -> s
     lines += [*describe_run(config, plan), *warn_of_names(config)]
     if not config.data.train:
         lines.append("warning: data.train: empty, need at least one corpus to train")
-    step = simulate_blocks(config, plan, UNKNOWN)
+    step, seconds = _predicted(config, plan)
     layout = CandidateLayout((), config, plan, step)
     if not layout.fits:
         memory = plan.machine.device.memory_gib
@@ -86,21 +87,32 @@ def dry_run_command(path: str, overrides: Sequence[str], ranks: int | None) -> s
             f"machine.device.memory_gib: {memory:g}, need {step.worst_gib:.3g} on "
             f"{plan.levels.ranks} ranks: {_parts(step)}; take {memory_advice(config)}"
         )
+    lines += describe_saves(config, plan, seconds)
     return "\n".join([*lines, f"rank 0: {step.gib:.3g} GiB of tensors at the peak: {_parts(step)}"])
 
 
-def predict(config: Config, plan: RunPlan) -> list[str]:
-    """One line with the step's time and memory; none for what cannot be planned."""
+def _predicted(config: Config, plan: RunPlan) -> tuple[Simulated, float | None]:
+    """A step, and its seconds if the machine file has the rates."""
     try:
         step = simulate_blocks(config, plan)
     except UserError:
-        return []
+        return simulate_blocks(config, plan, UNKNOWN), None
+    return step, step.seconds
+
+
+def predict(config: Config, plan: RunPlan, limit_seconds: float | None = None) -> list[str]:
+    """What a job will do: a line with the step's time and memory, unless it cannot be planned, and
+    when checkpoints are saved. `limit_seconds`: as for `describe_saves`."""
+    try:
+        step = simulate_blocks(config, plan)
+    except UserError:
+        return [*describe_saves(config, plan, None, limit_seconds)]
     found = (
         f"plan: {step.seconds:.3g} s a step, {step.tokens_per_second:,.0f} tokens/s, "
         f"{step.tflops_per_device:.3g} TF/s a device, {step.worst_gib:.3g} GiB of tensors; most "
         f"time goes to {step.limit}"
     )
-    return [found]
+    return [found, *describe_saves(config, plan, step.seconds, limit_seconds)]
 
 
 def _parts(step: Simulated) -> str:

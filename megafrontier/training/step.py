@@ -140,6 +140,8 @@ class StepResult:
     """Whether any rank has been asked to stop. All ranks learn it from the same step."""
     is_saving: bool
     """Whether any rank was still writing a checkpoint when the step ended."""
+    asks_to_save: bool
+    """Whether rank 0 asks for a checkpoint, because one is due by time."""
     spiked: bool
     """Whether the step was skipped because of a spike, though finite."""
     loss_scale: float
@@ -199,6 +201,7 @@ class AsyncStepResult:
             samples=self._samples,
             stop=numbers.pop("stops") > 0,
             is_saving=numbers.pop("saving") > 0,
+            asks_to_save=numbers.pop("save_requests", 0) > 0,
             spiked=bool(numbers.pop("spike")),
             own_waiting_seconds=self._own_waiting_seconds,
             comm=_by_level(trainer.engine.ledger.names, *traffic),

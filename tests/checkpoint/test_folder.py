@@ -1,11 +1,15 @@
 """Which checkpoints are there and which are kept."""
 
 import os
+import threading
 
 import pytest
 
+from megafrontier.checkpoint import folder
 from megafrontier.checkpoint.folder import (
+    Deletions,
     candidates,
+    clean_hidden,
     clean_partials,
     delete,
     list_checkpoints,
@@ -108,6 +112,46 @@ def test_leftovers_of_killed_saves_and_deletions_are_cleaned_and_nothing_else(ro
     (root / ".step-00000100.removed").mkdir()
     (root / ".step-mine.partial").mkdir()
     before = {path.name for path in root.iterdir()}
-    clean_partials(root)
+    clean_partials(root)  # in a save, which does not wait for deletions
+    assert before - {path.name for path in root.iterdir()} == {".step-00000700.partial"}
+    clean_hidden(root)
     gone = before - {path.name for path in root.iterdir()}
     assert gone == {".step-00000700.partial", ".step-00000100.removed"}
+
+
+def test_deletions_follow_each_other_and_delete_what_a_kill_has_left(root, monkeypatch):
+    (root / ".step-00000050.removed").mkdir()
+    goes_on, deleted = threading.Event(), []
+
+    def delete_later(paths):
+        assert goes_on.wait(60)
+        deleted.append([path.name for path in paths])
+        delete(paths)
+
+    monkeypatch.setattr(folder, "delete", delete_later)
+    deletions = Deletions()
+    deletions.start(root, 5, 0)
+    deletions.start(root, 4, 0)  # neither waits
+    first = [".step-00000050.removed", ".step-00000100.removed"]
+    assert steps(list_checkpoints(root)) == [300, 400, 500, 100_000_000]
+    goes_on.set()
+    deletions.wait()
+    assert deleted == [first, [*first, ".step-00000200.removed"]]
+    assert not list(root.glob(".step-*.removed"))
+    assert deletions.problems() == []
+
+
+def test_a_deletion_that_fails_is_reported_once_and_tried_again(root, monkeypatch):
+    def stuck(paths):
+        raise OSError(16, "Device or resource busy")
+
+    deletions = Deletions()
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "delete", stuck)
+        deletions.start(root, 5, 0)
+        deletions.wait()
+    assert [error.errno for error in deletions.problems()] == [16]
+    assert deletions.problems() == []
+    deletions.start(root, 0, 0)  # also if it keeps all
+    deletions.wait()
+    assert not list(root.glob(".step-*.removed"))

@@ -238,6 +238,6 @@ def test_a_kill_during_a_deletion_leaves_no_half_of_a_checkpoint(tmp_path):
 
     assert in_child(child) == -signal.SIGKILL
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
-    folder.clean_partials(tmp_path)
+    folder.clean_hidden(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
     assert all(verify(path).whole for path in list_checkpoints(tmp_path))

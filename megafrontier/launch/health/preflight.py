@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megafrontier.checkpoint.folder import clean_partials, list_checkpoints, step_of
+from megafrontier.checkpoint.folder import clean_hidden, list_checkpoints, step_of
 from megafrontier.common.errors import (
     NodesUnfit,
     RunFailed,
@@ -235,11 +235,11 @@ def clock_skew(clocks: torch.Tensor, rank: int) -> UserError | None:
 
 
 def clear_room(config: Config, world: World) -> None:
-    """Delete what a killed save left, because it occupies the room of the next. All ranks wait,
-    however long it takes: this is no check of a node."""
+    """Delete what a killed save or deletion left, because it occupies the room of the next save.
+    All ranks wait, however long it takes: this is no check of a node."""
     if world.rank == 0:
         with suppress(OSError):
-            clean_partials(checkpoint_root(config))
+            clean_hidden(checkpoint_root(config))
     world.barrier()
 
 
@@ -266,10 +266,12 @@ def check_room(config: Config, plan: RunPlan, world: World) -> None:
 
 
 def _saves_to_come(config: Config, own: Sequence[Path]) -> int:
-    """How many checkpoints will be saved after the newest of the run's `own`."""
+    """How many checkpoints will be saved at most after the newest of the run's `own`."""
     done = (step_of(own[-1]) or 0) if own else 0
     steps = max(1, (config.train.stop_at or config.train.steps) - done)
-    return ceil(steps / (config.checkpoint.every or steps))
+    # By time, any step may be saved.
+    every = 1 if config.checkpoint.minutes else config.checkpoint.every
+    return ceil(steps / (every or steps))
 
 
 def check_storage(directory: Path, identity: Identity, world: World) -> Problem | None:

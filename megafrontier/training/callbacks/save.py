@@ -4,9 +4,12 @@ import math
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
-from megafrontier.checkpoint.folder import delete_old
+import torch
+
+from megafrontier.checkpoint.folder import Deletions
 from megafrontier.checkpoint.format import CheckpointWriteError
 from megafrontier.checkpoint.save import PendingSave
 from megafrontier.checkpoint.states import States, engine_states, persistent_buffers, start_save
@@ -16,6 +19,7 @@ from megafrontier.config import Config, config_to_dict
 from megafrontier.data.tokenizers.tokenizer import save_cached_tokenizer
 from megafrontier.plan.footprint import master_itemsize
 from megafrontier.plan.resolve import RunPlan, optimizer_groups
+from megafrontier.plan.saves import minutes_between_saves
 from megafrontier.training.callbacks.base import Callback, is_due
 from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.step import StepResult
@@ -85,12 +89,16 @@ def callback_states(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 
 class Save(Callback):
-    """Saves a checkpoint every `checkpoint.every` steps and at the end. If one cannot be written,
-    that is a warning, and training goes on.
+    """Saves a checkpoint every `checkpoint.every` steps, `checkpoint.minutes` after the one before,
+    and at the end. If one cannot be written, that is a warning, and training goes on.
+
+    Only rank 0's clock counts. The message of a step's loss tells the others that a checkpoint is
+    due by time, and the next step is saved.
 
     With `checkpoint.asynchronous` training waits only for copies in host memory. These are written
     behind the next steps, and the checkpoint is published after the first step whose results say
-    that all ranks have written. It is waited for when the next one is due and when no step follows.
+    that all ranks have written. It is waited for when the next one is due by steps and when no step
+    follows. Old checkpoints are deleted behind the steps as well.
     """
 
     def __init__(self, run_logger: RunLogger, resumed_step: int) -> None:
@@ -103,6 +111,30 @@ class Save(Callback):
         self._failed_by_storage = False  # the last save
         self._is_written = False  # the pending save, by all ranks
         self._prunes = False  # after the pending save
+        self._is_requested = False  # by time, after the next step; the same on all ranks
+        self._begun_at = monotonic()  # the last save, or the run
+        self._late_step: int | None = None  # of a pending save that the log says to be late
+        self._deletions = Deletions()
+
+    def at_start(self, trainer: Trainer) -> None:
+        self._begun_at = monotonic()
+
+    def before_optimizer(self, trainer: Trainer, gradients: Sequence[torch.Tensor]) -> None:
+        # Recorded by all ranks in each step, as the message of the loss needs it.
+        trainer.metrics.add("save_requests", float(self._requests(trainer)), "sum")
+
+    def _requests(self, trainer: Trainer) -> bool:
+        """Whether this rank asks for a checkpoint, because one is due by time."""
+        minutes = minutes_between_saves(trainer.config, trainer.plan)
+        if not (trainer.is_first and minutes and monotonic() - self._begun_at >= 60 * minutes):
+            return False
+        if (late := trainer.pending_save) is None:
+            return True
+        if late.step != self._late_step:
+            self._late_step = late.step
+            what = f"the checkpoint of step {late.step} is still being written"
+            self._run_logger.info(f"{what}: the next one is due by time and follows it")
+        return False
 
     def needs_settled_state(self, trainer: Trainer, step: int) -> bool:
         # Publishing uses collectives, so nothing else may be in flight.
@@ -110,11 +142,14 @@ class Save(Callback):
 
     def _is_due(self, trainer: Trainer, step: int) -> bool:
         # The last step is saved before its evaluation, which may be cut short.
-        return is_due(trainer.config.checkpoint.every, step) or step == trainer.last_step
+        by_steps = is_due(trainer.config.checkpoint.every, step) or step == trainer.last_step
+        return by_steps or self._is_requested
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self._is_finite = math.isfinite(result.loss)
         is_due = self._is_due(trainer, result.step)
+        # Whoever asked before this step was saved has what it asked for.
+        self._is_requested = result.asks_to_save and not is_due
         self._is_written = trainer.pending_save is not None and not result.is_saving
         # The same on all ranks: whether the next step has begun, and what the step's results say.
         is_settled = trainer.step == result.step
@@ -126,6 +161,7 @@ class Save(Callback):
         if is_due:
             is_last = result.stop or result.step == trainer.last_step
             self._save(trainer, trainer.config.checkpoint.asynchronous and not is_last)
+        self._warn_of_deletions()
 
     def at_end(self, trainer: Trainer) -> None:
         """Save the newest step if that has not been done, in two tries.
@@ -135,6 +171,7 @@ class Save(Callback):
         """
         self._publish(trainer)
         if self.saved_step == trainer.step or self._save(trainer) or self._save(trainer):
+            self._finish_deletions(trainer)
             return
         what = f"step {trainer.step}: could not be saved; log.txt has the reason"
         if self.saved_step == self._resumed_step and not self._failed_by_storage:
@@ -144,6 +181,7 @@ class Save(Callback):
 
     def _save(self, trainer: Trainer, is_behind: bool = False) -> bool:
         """Save the current step, or begin to with `is_behind`. Returns whether that succeeded."""
+        self._begun_at = monotonic()
         self._run_logger.sync()
         # With another loss the weights may be broken, and would replace older ones that are not.
         self._prunes = self._is_finite
@@ -181,10 +219,23 @@ class Save(Callback):
         self._failed_by_storage = error.by_storage
 
     def _prune(self, trainer: Trainer) -> None:
-        """Delete old checkpoints on rank 0. The others wait: if one left, its launcher might end
-        rank 0."""
+        """Begin to delete old checkpoints on rank 0. A failure is a warning, because the newest
+        checkpoints are there all the same."""
         keep = trainer.config.checkpoint
         if trainer.is_first:
-            root, warn = checkpoint_root(trainer.config), self._run_logger.info
-            delete_old(root, keep.keep, keep.keep_every, warn)
-        trainer.world.barrier()
+            try:
+                self._deletions.start(checkpoint_root(trainer.config), keep.keep, keep.keep_every)
+            except OSError as error:
+                self._run_logger.info(f"warning: old checkpoints not deleted: {error}")
+
+    def _finish_deletions(self, trainer: Trainer) -> None:
+        """Wait for deletions after the last step of the run, because no start follows that would
+        delete the rest. All ranks wait: if one left, its launcher might end rank 0."""
+        if trainer.step >= trainer.last_step:
+            self._deletions.wait()
+            trainer.world.barrier()
+        self._warn_of_deletions()
+
+    def _warn_of_deletions(self) -> None:
+        for error in self._deletions.problems():
+            self._run_logger.info(f"warning: old checkpoints not deleted: {error}")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
@@ -69,14 +70,7 @@ def test_a_run_whose_end_cannot_be_saved_is_not_done(
 def test_a_run_stopped_without_room_for_its_last_step_says_from_where_it_goes_on(
     config_file, tmp_path, monkeypatch, fail_to_write
 ):
-    start_step = loop.start_step
-
-    def stopped(trainer, *others):
-        if trainer.step == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return start_step(trainer, *others)
-
-    monkeypatch.setattr(loop, "start_step", stopped)
+    begin_step(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
     fail_to_write(28, lambda step, _: step == 5)
     with record_stop_requests():
         assert runs.train(runs.load(config_file, *CHECKPOINTS), 2) == STOPPED
@@ -102,3 +96,53 @@ def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(
     found = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert len(found) == 3
     assert len([name for name in found if name.startswith("step-")]) == 2
+
+
+def let_deletions_wait(monkeypatch, event):
+    """Let deletions of old checkpoints wait for an event of their process."""
+    delete = folder.delete
+
+    def wait(paths):
+        paths = [*paths]
+        if any(path.name.endswith(".removed") for path in paths) and not event.wait(60):
+            raise OSError(110, "Connection timed out")
+        delete(paths)
+
+    monkeypatch.setattr(folder, "delete", wait)
+
+
+def begin_step(monkeypatch, step, act):
+    """Call `act` at the beginning of a step, on each rank."""
+    start_step = loop.start_step
+
+    def begin(trainer, *others):
+        if trainer.step == step - 1:
+            act()
+        return start_step(trainer, *others)
+
+    monkeypatch.setattr(loop, "start_step", begin)
+
+
+def test_no_step_waits_for_the_deletion_of_old_checkpoints(config_file, tmp_path, monkeypatch):
+    """That of step 2, which begins after step 4, goes on until step 6 begins."""
+    event = threading.Event()
+    let_deletions_wait(monkeypatch, event)
+    begin_step(monkeypatch, 6, event.set)
+    runs.run(config_file, 2, *CHECKPOINTS, "checkpoint.keep=1", "checkpoint.asynchronous=false")
+    assert "not deleted" not in runs.log(tmp_path / "run")
+    found = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert found == ["step-00000006"], "the end of the run waits for it"
+
+
+def test_a_run_that_is_stopped_leaves_deletions_to_its_next_start(
+    config_file, tmp_path, monkeypatch
+):
+    one = (*CHECKPOINTS, "checkpoint.keep=1", "checkpoint.asynchronous=false")
+    with monkeypatch.context() as patch, record_stop_requests():
+        let_deletions_wait(patch, threading.Event())
+        begin_step(patch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert runs.train(runs.load(config_file, *one), 2) == STOPPED
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert (checkpoints / ".step-00000002.removed").exists()
+    runs.run(config_file, 2, *one, "preflight.enabled=false")
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000006"]
