@@ -74,4 +74,4 @@ def duration(seconds: float) -> str:
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
+    return f"{seconds:.3g} seconds"

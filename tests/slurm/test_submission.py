@@ -36,6 +36,10 @@ def describe(monkeypatch, capsys):
     return run
 
 
+TRAIN = "slurm/train.sbatch"
+SMALL = "configs/gpt-125m.yaml"
+
+
 def call(*words, folder=ROOT, **variables):
     """A batch file outside of a job, unless the variables say otherwise."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
@@ -70,6 +74,49 @@ def test_a_dry_run_shows_what_would_be_submitted_and_run():
     assert wires.startswith("wires: weights ")
 
 
+NEVER = ("machine=frontier", "checkpoint.every=0", "checkpoint.minutes=0")
+"""Saves only at the end."""
+
+
+@pytest.mark.parametrize(
+    ("cluster", "options", "variables", "after"),
+    [
+        ("frontier", (), {}, "1.92 hours"),  # by the file: 2 h, and the signal 5 minutes before
+        ("frontier", ("-t45", "--signal=B:USR1@900"), {"SBATCH_TIMELIMIT": "90"}, "30 minutes"),
+        ("lumi", (), {"SBATCH_TIMELIMIT": "90"}, "2 days"),  # by its file, which gives options
+    ],
+)
+def test_a_job_that_would_not_save_before_its_time_limit_is_warned_of(
+    cluster, options, variables, after
+):
+    words = (TRAIN, "--dry-run", "--nodes=4", *options, SMALL, *NEVER)
+    done = call(*words, MEGAFRONTIER_CLUSTER=cluster, **variables)
+    assert done.returncode == 0, done.stderr
+    assert "\ncheckpoints: only at the end, after 572204 steps\n" in done.stderr
+    assert f"asked to stop, after {after}, and a failure " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("limit", "after"),
+    [
+        ("90", "1.48 hours"),
+        ("30:30", "29.5 minutes"),
+        ("01:30:00", "1.48 hours"),
+        ("2-12", "2.5 days"),
+        ("1-00:30", "1.02 days"),
+        ("1-00:00:01", "24 hours"),
+        ("UNLIMITED", None),
+        ("0", None),
+    ],
+)
+def test_sbatchs_time_limits_are_understood(describe, limit, after):
+    code, lines, _ = describe("--nodes=4", f"--time={limit}", "--signal=B:USR1@60", SMALL, *NEVER)
+    assert code == 0
+    warned = [line for line in lines if "asked to stop" in line]
+    assert len(warned) == (after is not None)
+    assert all(f"asked to stop, after {after}, and a failure " in line for line in warned)
+
+
 def test_short_options_of_sbatch_take_their_values_along():
     options = ("-N", "2", "-W", "-qdebug", "-t", "1:00:00")
     said = dry_run("slurm/train.sbatch", *options, CONFIG, QUICK)[0]
@@ -101,8 +148,6 @@ def test_a_job_of_another_cluster_has_the_functions_that_its_caller_exports(tmp_
     assert done.returncode == 0, done.stderr
 
 
-TRAIN = "slurm/train.sbatch"
-SMALL = "configs/gpt-125m.yaml"
 GENERIC = {"MEGAFRONTIER_CLUSTER": "generic"}
 
 
