@@ -29,7 +29,6 @@ from megafrontier.parallel.hierarchy import Hierarchy
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.param_spec import ParamSpec, spec_of
 from megafrontier.partition.memory import UnitBuffer, UnitBufferPool
-from megafrontier.partition.modules.gathers import Pass, plain_passes, sum_traffic
 from megafrontier.partition.modules.hook_points import HookPoint
 from megafrontier.partition.modules.hooks import Backward, ModuleHooks
 from megafrontier.partition.modules.state_dict import FullStateDict
@@ -241,18 +240,6 @@ class Engine:
         """Bytes of the buffers that this rank holds beside its state: unsharded weights, full
         gradients and messages. They are the same buffers in every step."""
         return self.pool.held_bytes + self._streams.held_bytes
-
-    def step_bytes(
-        self, micro_batches: int, wires: Wires | None = None, passes: Sequence[Pass] | None = None
-    ) -> list[int]:
-        """Bytes of weights and gradients that this rank sends over each level in an optimizer step,
-        by formula, with its wires or with `wires`.
-
-        passes: the forwards and backwards of the parts of the model, in their order; default: a
-            forward and a backward of all for each micro-batch.
-        """
-        passes = passes or plain_passes(micro_batches)
-        return sum_traffic(self.units, self._hooks.parts, passes, micro_batches, wires)
 
     @contextmanager
     def no_sync(self, enabled: bool = True) -> Iterator[None]:

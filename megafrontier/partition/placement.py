@@ -6,7 +6,6 @@ The named strategies are placements. Any other combination of levels that nest i
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import prod
 
 from megafrontier.comm.wires.wire import Wires
 from megafrontier.common.errors import UserError
@@ -176,70 +175,3 @@ def error_levels(placement: Placement, levels: Levels, wires: Wires) -> list[int
         for level in placement.on(levels).error_feedback_levels
         if levels.sizes[level] > 1 and wires.reduce[level].codec.is_quantized
     ]
-
-
-def state_bytes(
-    numel: int,
-    placement: Placement,
-    levels: Levels,
-    itemsize: int,
-    feedback_wires: Wires | None = None,
-    optimizer_itemsize: int = 12,
-    is_offloaded: bool = False,
-) -> dict[str, int]:
-    """Bytes that one rank holds for a unit of `numel` padded elements, by state.
-
-    Weights have the computing type, of `itemsize` bytes; gradients are fp32; the optimizer keeps
-    `optimizer_itemsize` bytes for an element (AdamW: an fp32 master and two moments). If the
-    masters are unsharded and weights fp32, the weights are the masters. With error feedback
-    (`feedback_wires`), errors are bf16. On an accelerator, gradients are held from a unit's first
-    backward in a step to its update.
-
-    With `is_offloaded`, the optimizer's bytes, and 4 an element for what crosses, are in `host`.
-    """
-    here = placement.on(levels)
-    are_masters = itemsize == 4 and here.optimizer == 0 and not is_offloaded
-    has_weights = here.has_copy and not are_masters
-
-    def shard(depth: int) -> int:
-        return numel // prod(levels.sizes[:depth])
-
-    return {
-        "weights": shard(placement.backward_weights) * itemsize if has_weights else 0,
-        "gradients": shard(placement.gradients) * 4,
-        "optimizer": 0 if is_offloaded else shard(placement.optimizer) * optimizer_itemsize,
-        "host": shard(placement.optimizer) * (optimizer_itemsize + 4) if is_offloaded else 0,
-        "errors": sum(
-            shard(level) * 2
-            for level in (error_levels(placement, levels, feedback_wires) if feedback_wires else ())
-        ),
-    }
-
-
-def traffic_bytes(
-    numel: int,
-    placement: Placement,
-    levels: Levels,
-    wires: Wires,
-    micro_batches: int,
-    gathers: int,
-) -> list[int]:
-    """Bytes that one rank sends over each level in one optimizer step, for one unit.
-
-    `gathers`: how often the step gathers the unit (`ModuleHooks.gathers`). A collective over a
-    level of size s sends s - 1 messages.
-    """
-    source = placement.backward_weights
-    totals = []
-    for i, size in enumerate(levels.sizes):
-        shard = numel // prod(levels.sizes[: i + 1])
-        gathered = gathers if i < source else int(i < placement.optimizer)
-        reduced = micro_batches if i < placement.gradients else 1
-        if i >= placement.optimizer:
-            reduced += 1  # the sum is gathered by every replica
-        # A delta is passed on as one message of each owner.
-        owners = prod(levels.sizes[i + 1 : placement.optimizer]) if wires.gather[i].is_delta else 1
-        message = wires.reduce[i].codec.message_bytes(shard) * reduced
-        message += wires.gather[i].codec.message_bytes(shard // owners) * owners * gathered
-        totals.append((size - 1) * message)
-    return totals

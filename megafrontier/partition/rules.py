@@ -44,11 +44,6 @@ class StateRules:
         """The rules of a placement whose messages have the computing type."""
         return cls(placement, Wires.plain(len(levels.sizes), dtype), dtype)
 
-    @property
-    def feedback_wires(self) -> Wires | None:
-        """The wires of gradients, if messages have error feedback."""
-        return self.wires if self.error_feedback else None
-
     def feedback_levels(self, levels: Levels) -> list[int]:
         """The levels whose gradient messages have error feedback."""
         if not self.error_feedback:

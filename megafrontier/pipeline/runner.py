@@ -18,7 +18,6 @@ from megafrontier.model.gpt import GPT
 from megafrontier.model.recompute.deferred import DeferredGradients, OtherGradients
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition.engine import Engine
-from megafrontier.partition.modules.gathers import Pass
 from megafrontier.partition.modules.hooks import Backward
 from megafrontier.pipeline.division import Division, last_backwards
 from megafrontier.pipeline.messages import Messenger, PendingTensor
@@ -77,15 +76,6 @@ class Pipeline:
     def evaluate(self, work: Work) -> Tensor:
         """Forward of micro-batches. Returns as `train` does."""
         return self._run(work, trains=False)
-
-    def passes(self, micro_batches: int) -> list[Pass]:
-        """The forwards and backwards of a step, for `Engine.step_bytes`."""
-        return [
-            Pass(self._places[item.stage], item.kind is ActionKind.FORWARD)
-            for item in self.row(micro_batches)
-            # The backward of weights reads none of them.
-            if isinstance(item, Action) and item.kind is not ActionKind.BACKWARD_WEIGHT
-        ]
 
     def _run(self, work: Work, trains: bool) -> Tensor:
         row = self.row(len(work.batches), trains=trains)

@@ -23,7 +23,7 @@ from megafrontier.partition.placement import Placement, error_levels
 from megafrontier.partition.rules import StateRules
 from megafrontier.pipeline.balance import describe_pipeline, stage_costs
 from megafrontier.plan.assemble import computed_with, reason_not_compiled, reason_not_float8
-from megafrontier.plan.footprint import buffer_gib, host_gib, state_gib, tensor_traffic
+from megafrontier.plan.footprint import buffer_gib, host_gib, state_gib
 from megafrontier.plan.resolve import RunPlan, micro_batches_of, optimizer_groups
 
 MANY_PEERS = 512
@@ -66,9 +66,6 @@ def describe_run(
         yield _describe_pipeline(config, plan)
     if plan.levels.ranks > 1:
         yield _describe_wires(config, plan)
-    splits = plan.shape.splits
-    if splits.tensor > 1 and splits.pipeline == 1 and config.model.moe is None:
-        yield _describe_tensor_traffic(config, plan)
     if config.model.scaling is not None:
         yield describe_scaling(config.model)
     if (
@@ -135,14 +132,6 @@ def _describe_placement(placement: Placement, levels: Levels) -> str:
     return (
         f"{shards}, gradients {names[placement.gradients]}, optimizer {names[placement.optimizer]}"
     )
-
-
-def _describe_tensor_traffic(config: Config, plan: RunPlan) -> str:
-    """One line: what a rank sends to those that share its matrices."""
-    levels = plan.shape.over(("tensor",))
-    by_level = zip(levels.names, levels.sizes, tensor_traffic(config, plan), strict=True)
-    parts = (f"{name} {count / 1e9:.3g} GB" for name, size, count in by_level if size > 1)
-    return f"tensor parallelism: each rank sends {', '.join(parts)} in a micro-batch"
 
 
 def _describe_wires(config: Config, plan: RunPlan) -> str:

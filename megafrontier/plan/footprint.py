@@ -1,28 +1,35 @@
-"""What a rank of a run holds and sends, by formula."""
+"""What a rank of a run holds, by formula: state, buffers and host memory.
+
+Note [Formulas of memory]
+A rank's engine on the meta device tells the same, and the tests compare the two. But to build it
+and to run a step takes 0.1 to 1.5 s, and `plan` asks for the memory of 100 to 1,300 layouts.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
 import torch
 
+from megafrontier.comm.delta import delta_levels
+from megafrontier.comm.streams import Policy
 from megafrontier.comm.wires.registry import DTYPES
+from megafrontier.comm.wires.wire import Wire, Wires
 from megafrontier.config import Config
 from megafrontier.model.gpt import GPT
 from megafrontier.optim.groups import OPTIMIZERS
+from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import ParamSpec, spec_of
-from megafrontier.partition.memory import MessageBuffers, unit_buffer_bytes
+from megafrontier.partition import Placement
 from megafrontier.partition.modules.wrap import divide
-from megafrontier.partition.placement import state_bytes
 from megafrontier.partition.unit import ROOT
 from megafrontier.pipeline.division import Division, keep_stages
 from megafrontier.plan.resolve import RunPlan, optimizer_groups
 from megafrontier.splits.experts import split_experts
 from megafrontier.splits.tensor import split_tensors
-from megafrontier.splits.traffic import tensor_bytes, token_bytes
 
 GIB = 2**30
 
@@ -105,18 +112,32 @@ def rank_units(config: Config, plan: RunPlan, rank: int | None = None) -> list[l
 
 
 def rank_state_bytes(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -> Counter[str]:
-    """Bytes of a rank's state by kind (`placement.state_bytes`), for these units of its own."""
+    """Bytes of a rank's state for these units of its own, by kind.
+
+    Weights have the computing type; gradients are fp32; the optimizer has `master_itemsize` bytes
+    for an element. If the masters are unsharded and weights fp32, the weights are the masters. With
+    error feedback, errors are bf16. Offloaded, the optimizer's bytes, and 4 an element for what
+    crosses, are in `host`.
+    """
     itemsize = DTYPES[config.train.precision].itemsize
     numels: Counter[tuple[tuple[str, ...], str]] = Counter()
     for unit in units:
         numels[unit.axes, unit.optimizer] += unit.numel
     total: Counter[str] = Counter()
     for (axes, name), numel in numels.items():
-        placement, wires = plan.of(axes).placement, plan.of(axes).feedback_wires
-        levels, kept = plan.shape.over(axes), master_itemsize(config, name)
-        is_away = plan.is_offloaded and OPTIMIZERS[name].may_update_late
-        total.update(state_bytes(numel, placement, levels, itemsize, wires, kept, is_away))
-        total["host"] += OPTIMIZERS[name].host_bytes(numel, config.optimizer)
+        levels, rules = plan.shape.over(axes), plan.of(axes)
+        place, optimizer = rules.placement.on(levels), OPTIMIZERS[name]
+        shards = [numel // prod(levels.sizes[:depth]) for depth in range(len(levels.sizes) + 1)]
+        own = shards[place.optimizer] * master_itemsize(config, name)
+        is_away = plan.is_offloaded and optimizer.may_update_late
+        are_masters = itemsize == 4 and place.optimizer == 0 and not is_away
+        has_weights = place.has_copy and not are_masters
+        total["weights"] += shards[place.backward_weights] * itemsize * has_weights
+        total["gradients"] += shards[place.gradients] * 4
+        total["optimizer"] += own * (not is_away)
+        total["host"] += (own + shards[place.optimizer] * 4) * is_away
+        total["host"] += optimizer.host_bytes(numel, config.optimizer)
+        total["errors"] += sum(shards[level] * 2 for level in rules.feedback_levels(levels))
     return total
 
 
@@ -146,7 +167,7 @@ def _buffer_gib(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -> flo
         for axes in several:
             numels = [unit.numel for unit in own if unit.block != ROOT and unit.axes == axes]
             placement = plan.of(axes).placement.on(plan.shape.over(axes))
-            total += unit_buffer_bytes(numels, root, placement, dtype.itemsize, prefetch)
+            total += _unit_buffer_bytes(numels, root, placement, dtype.itemsize, prefetch)
             root = 0
         if OPTIMIZERS[optimizer].needs_whole_matrices:
             total += OPTIMIZERS[optimizer].buffer_bytes(_matrices(config, plan, optimizer))
@@ -157,16 +178,9 @@ def _message_bytes(
     config: Config, plan: RunPlan, axes: tuple[str, ...], units: Sequence[UnitSize]
 ) -> int:
     """Bytes of the buffers of messages, of the units that are sharded over `axes`."""
-    levels, state, partition = plan.shape.over(axes), plan.of(axes), config.partition
-    prefetch = 0 if partition.overlap == "none" else partition.prefetch
-    messages = MessageBuffers(
-        state.placement.on(levels),
-        levels,
-        state.wires,
-        DTYPES[config.train.precision],
-        partition.overlap,
-        prefetch,
-    )
+    levels, rules, partition = plan.shape.over(axes), plan.of(axes), config.partition
+    placement, when = rules.placement.on(levels), (partition.overlap, partition.prefetch)
+    messages = _MessageBuffers(placement, levels, rules.wires, rules.dtype, *when)
     return messages.held_bytes([u.numel for u in units if u.block == ROOT or u.axes == axes])
 
 
@@ -193,31 +207,117 @@ def fits_host(config: Config, plan: RunPlan) -> bool:
     return memory is None or host_gib(config, plan) <= memory
 
 
-def tensor_traffic(config: Config, plan: RunPlan) -> list[int]:
-    """Bytes that a rank sends over each level in a micro-batch to those that share its matrices."""
-    train = config.train
-    return tensor_bytes(
-        config.model,
-        plan.shape.over(("tensor",)),
-        train.micro_batch * config.model.sequence_length // plan.shape.splits.context,
-        DTYPES[train.precision],
-        plan.activations,
-        overlaps=config.partition.overlap != "none",
-        chunk_tokens=train.loss_chunk_tokens,
-        checkpointing=config.checkpointing,
-        late_weights=plan.division.splits_backward,
-    )
+def _unit_buffer_bytes(
+    numels: Sequence[int], root: int, placement: Placement, itemsize: int, prefetch: int | None
+) -> int:
+    """Bytes of a rank's `UnitBufferPool` after a step of several micro-batches.
+
+    numels: elements of each block's unit, in the order in which they run.
+    root: elements of the root unit, 0 if there is none. Its gradient is taken to be in use during
+        all of backward. (If it comes last and is as long as a block's, it reuses that buffer.)
+    prefetch: units gathered ahead, None without overlap. One more unit is unsharded than that, and
+        two more full gradients exist.
+    """
+    ahead = min(prefetch or 0, max(len(numels) + bool(root) - 1, 0))
+    weights = gradients = 0
+    if not placement.is_persistent:
+        buffers = range(min(ahead + 1, len(numels)))
+        weights = root + sum(max(numels[first :: ahead + 1]) for first in buffers)
+    if placement.gradients:
+        waiting = 1 if prefetch is None else ahead + 2
+        sizes = Counter(numels)
+        gradients = root + sum(numel * min(count, waiting) for numel, count in sizes.items())
+    return (weights + gradients) * itemsize
 
 
-def token_traffic(config: Config, plan: RunPlan) -> list[int]:
-    """Bytes that a rank sends over each level in a micro-batch to the experts of other ranks, in
-    the mean."""
-    train, splits = config.train, plan.shape.splits
-    return token_bytes(
-        config.model,
-        plan.shape.over(("expert",)),
-        train.micro_batch * config.model.sequence_length // (splits.context * splits.tensor),
-        DTYPES[train.precision],
-        plan.tokens,
-        config.checkpointing,
-    )
+@dataclass(frozen=True)
+class _MessageBuffers:
+    """Predicts the memory of messages: each stream's `Workspace`, and the `BufferPool` of deltas
+    that are passed on to another level.
+
+    `placement` is `Placement.on` the levels, `dtype` the computing type.
+    """
+
+    placement: Placement
+    levels: Levels
+    wires: Wires
+    dtype: torch.dtype
+    policy: Policy
+    prefetch: int
+
+    def held_bytes(self, numels: Sequence[int]) -> int:
+        """Bytes after a step of units of `numels` elements, in the order in which they run."""
+        largest: dict[tuple[int, str], int] = {}
+        for level, purpose, size in self._workspaces(max(numels)):
+            key = (level if self.policy == "full" else 0), purpose
+            largest[key] = max(largest.get(key, 0), size)
+        return sum(largest.values()) + self._passed_on(numels)
+
+    def _workspaces(self, numel: int) -> Iterator[tuple[int, str, int]]:
+        """(level, purpose, bytes) of all collectives of a unit of `numel` elements."""
+        placement, deltas = self.placement, self._delta_levels
+        yield from self._delta(numel, deltas)
+        dtype = self.dtype if placement.gradients else torch.float32
+        for level, size in enumerate(self.levels.sizes):
+            if size == 1:
+                continue
+            shard = numel // prod(self.levels.sizes[: level + 1])
+            if level < placement.optimizer and level not in deltas:
+                yield from self._gather(level, self.wires.gather[level], shard, self.dtype)
+            yield from self._reduce(level, shard, dtype)
+            dtype = torch.float32
+            if level >= placement.optimizer:  # the sum comes back to all replicas
+                yield from self._gather(level, self.wires.reduce[level], shard, dtype)
+
+    @property
+    def _delta_levels(self) -> list[int]:
+        start, stop = self.placement.optimizer, self.placement.backward_weights
+        return delta_levels(self.wires, self.levels.sizes, start, stop)
+
+    def _delta(self, numel: int, deltas: Sequence[int]) -> Iterator[tuple[int, str, int]]:
+        own = numel // prod(self.levels.sizes[: self.placement.optimizer])
+        previous: Wire | None = None
+        for level in reversed(deltas):
+            wire = self.wires.gather[level]
+            rows = prod(self.levels.sizes[level + 1 : self.placement.optimizer])
+            if previous is None or previous.codec != wire.codec:
+                yield level, "change", 4 * own * rows
+                yield level, "sent", wire.codec.message_bytes(own) * rows
+            if previous is None and self.dtype is not torch.float32:
+                yield level, "rounded", own * self.dtype.itemsize
+            if level == deltas[0]:
+                size = rows * self.levels.sizes[level]
+                yield level, "received", wire.codec.message_bytes(own) * size
+            previous = wire
+
+    def _gather(
+        self, level: int, wire: Wire, shard: int, dtype: torch.dtype
+    ) -> Iterator[tuple[int, str, int]]:
+        if not wire.codec.sends_unchanged(dtype):
+            yield level, "sent", wire.codec.message_bytes(shard)
+            yield level, "received", wire.codec.message_bytes(shard) * self.levels.sizes[level]
+
+    def _reduce(self, level: int, shard: int, dtype: torch.dtype) -> Iterator[tuple[int, str, int]]:
+        wire, size = self.wires.reduce[level], self.levels.sizes[level]
+        rows = size - wire.codec.is_quantized
+        yield level, "received", wire.codec.message_bytes(shard) * rows
+        if not wire.codec.sends_unchanged(dtype):
+            yield level, "sent", wire.codec.message_bytes(shard) * rows
+        if wire.codec.is_quantized and dtype is not torch.float32:
+            yield level, "own", shard * dtype.itemsize
+
+    def _passed_on(self, numels: Sequence[int]) -> int:
+        """For each size of unit, as many buffers as units of that size are published at a time."""
+        window = {"none": 1, "safe": self.prefetch + 1, "full": 2 * self.prefetch + 2}[self.policy]
+        most: Counter[int] = Counter()
+        for first in range(len(numels)):
+            most |= Counter(numels[first : first + window])
+        sizes, depth = self.levels.sizes, self.placement.optimizer
+        owners = prod(sizes[:depth])
+        return sum(
+            count
+            * self.wires.gather[level].codec.message_bytes(numel // owners)
+            * prod(sizes[level:depth])
+            for numel, count in most.items()
+            for level in self._delta_levels[1:]
+        )

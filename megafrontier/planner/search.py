@@ -20,19 +20,11 @@ from megafrontier.data.sampling.batches import BatchSizes
 from megafrontier.model.flops import flops_per_token
 from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK, Mode, Modes, modes_of
 from megafrontier.parallel.hierarchy import Levels
-from megafrontier.partition.placement import node_depth, traffic_bytes
-from megafrontier.partition.rules import StateRules
-from megafrontier.plan.footprint import (
-    GIB,
-    buffer_gib,
-    fits_host,
-    state_gib,
-    tensor_traffic,
-    token_traffic,
-    unit_sizes,
-)
+from megafrontier.partition.placement import node_depth
+from megafrontier.plan.footprint import GIB, buffer_gib, fits_host, state_gib, unit_sizes
 from megafrontier.plan.resolve import RunPlan, resolve_plan
 from megafrontier.planner.checkpointing import cheapest, fill_memory, memory_budget, operations
+from megafrontier.planner.estimate import UnitGroup, sent_bytes
 from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.rates import Rates
@@ -277,19 +269,13 @@ class _Family:
         flops = flops_per_token(config.model) * number * tokens
         flops *= operations(config.checkpointing)
         computing = flops / self._rates.device.matrix_flops
-        sent = [number * count for count in tensor_traffic(config, plan)]
-        moved = token_traffic(config, plan)
-        sent = [a + number * b for a, b in zip(sent, moved, strict=True)]
-        for numel, over, state in self._units:
-            here = state.placement.on(over)
-            traffic = traffic_bytes(numel, here, over, state.wires, number, 2 * number)
-            sent = [a + b for a, b in zip(sent, traffic, strict=True)]
+        sent = sent_bytes(config, plan, self._units, number)
         links = self._rates.links
         seconds = [links[name].seconds(count, 0) for name, count in zip(names, sent, strict=True)]
         return max(computing, *seconds) + 0.1 * sum(seconds)
 
 
-def _by_levels(config: Config, plan: RunPlan) -> list[tuple[int, Levels, StateRules]]:
+def _by_levels(config: Config, plan: RunPlan) -> list[UnitGroup]:
     """Elements of all units with the same levels, these, and how the units are sharded."""
     numels: Counter[tuple[str, ...]] = Counter()
     for unit in unit_sizes(config, plan.shape.splits):

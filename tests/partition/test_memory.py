@@ -1,4 +1,4 @@
-"""Memory beside the state is what the formulas say, and the same in every step."""
+"""Memory besides the state is the same in every step."""
 
 import pytest
 import torch
@@ -6,19 +6,14 @@ import torch
 from megafrontier.comm import collectives as collectives_module
 from megafrontier.comm.wires import wire as wires_module
 from megafrontier.comm.wires.wire import Wire
-from megafrontier.partition import STRATEGIES
-from megafrontier.partition.memory import MessageBuffers
 from tests.partition.tiny import (
     LEVELS,
     engine_step,
     make_optimizer,
     place,
-    pool_formula,
     preset,
 )
 from tests.ranks import run_ranks
-
-PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 @pytest.fixture
@@ -32,106 +27,6 @@ def some(pytestconfig):
 
 def numbered(cases):
     return [(number, *case) for number, case in enumerate(cases)]
-
-
-def train(hierarchy, strategy, dtype=torch.bfloat16, **options):
-    """An engine after a step of two micro-batches and a step of one, which publishes."""
-    model, engine = place(hierarchy, strategy, dtype, **options)
-    optimizer = make_optimizer(engine)
-    for step, accumulation in enumerate((2, 1)):
-        engine_step(engine, model, optimizer, step, accumulation)
-    return engine
-
-
-@pytest.mark.parametrize(
-    ("case", "kind", "overlap", "prefetch"),
-    numbered(
-        (kind, *ahead)
-        for kind in ("no root", "tied", "rest_is_root")
-        for ahead in (("none", 1), ("safe", 0), ("safe", 1), ("full", 2), ("full", 9))
-    ),
-)
-def test_unit_buffers_are_those_of_the_formula(case, kind, overlap, prefetch, some):
-    """A root of all but the blocks has gradients from the beginning to the end of backward."""
-    chosen = {} if kind == "no root" else {kind: True}
-    ahead = None if overlap == "none" else prefetch
-
-    def body(hierarchy):
-        found = []
-        for strategy in some(("topo", "zero2"), case):
-            engine = train(hierarchy, strategy, overlap=overlap, prefetch=prefetch, **chosen)
-            found.append((engine.pool.held_bytes, pool_formula(engine, ahead)))
-        return found
-
-    for rank in run_ranks((2, 2), body):
-        assert all(held == formula for held, formula in rank)
-
-
-@pytest.mark.parametrize(
-    ("case", "name", "dtype", "overlap", "prefetch"),
-    numbered(
-        [
-            ("exact", torch.bfloat16, "none", 0),
-            ("exact", torch.bfloat16, "full", 1),
-            ("zero++", torch.bfloat16, "full", 1),
-            ("low", torch.bfloat16, "none", 0),
-            ("low", torch.bfloat16, "safe", 1),
-            ("low", torch.bfloat16, "full", 1),
-            ("low", torch.float32, "full", 1),
-        ]
-    ),
-)
-def test_message_buffers_are_those_of_the_formula(case, name, dtype, overlap, prefetch, some):
-    def body(hierarchy):
-        found = []
-        for strategy in some(STRATEGIES, case):
-            wires = preset(name, strategy, LEVELS, PRECISION[dtype])
-            messages = messages_held_and_by_formula(
-                hierarchy, strategy, wires, dtype, overlap, prefetch
-            )
-            found.append((strategy, *messages))
-        return found
-
-    for rank in run_ranks((2, 2, 2), body):
-        assert all(expected > 0 for _, _, expected in rank)
-        for strategy, held, expected in rank:
-            assert held == expected, strategy
-
-
-def messages_held_and_by_formula(
-    hierarchy, strategy, wires, dtype=torch.bfloat16, overlap="full", prefetch=1
-):
-    chosen = {"wires": wires, "overlap": overlap, "prefetch": prefetch, "error_feedback": True}
-    engine = train(hierarchy, strategy, dtype, **chosen)
-    levels = hierarchy.levels
-    formula = MessageBuffers(engine.placement, levels, wires, dtype, overlap, prefetch)
-    expected = formula.held_bytes([unit.layout.numel for unit in engine.units])
-    return engine.buffer_bytes - engine.pool.held_bytes, expected
-
-
-@pytest.mark.parametrize(
-    "formats", [("delta4", "delta8"), ("delta8", "delta4"), ("int8", "delta4")]
-)
-def test_message_buffers_are_those_of_the_formula_for_different_delta_formats(formats):
-    """On the levels `node` and `world`."""
-    chosen = {"pair": "bf16", "node": formats[0], "world": formats[1]}
-    wires = preset("exact", "zero1", LEVELS, "bf16", gather=chosen)
-    found = run_ranks((2, 2, 2), lambda h: messages_held_and_by_formula(h, "zero1", wires))
-    assert all(held == expected > 0 for held, expected in found)
-
-
-@pytest.mark.parametrize(("case", "sizes"), enumerate([(3, 2), (2, 1, 3), (1, 2, 2)]))
-def test_message_buffers_are_those_of_the_formula_on_other_machines(case, sizes, some):
-    def body(hierarchy):
-        found = []
-        for strategy in some(STRATEGIES, case):
-            wires = preset("low", strategy, hierarchy.levels, "bf16")
-            found.append((strategy, *messages_held_and_by_formula(hierarchy, strategy, wires)))
-        return found
-
-    for rank in run_ranks(sizes, body):
-        for strategy, held, expected in rank:
-            assert held == expected > 0, strategy
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,17 @@
 """Which placements strategies and configurations give, and the bytes that follow from them."""
 
-import gc
-
 import pytest
 import torch
 
-from megafrontier.comm.wires.block import rotate, rotate_back
 from megafrontier.common.errors import UserError
-from megafrontier.config import PartitionConfig, WiresConfig
+from megafrontier.config import PartitionConfig
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition import STRATEGIES, Placement, Wires
-from megafrontier.partition.placement import state_bytes, traffic_bytes
-from megafrontier.partition.presets import choose_wires
-from tests.memory import tensor_bytes
+from scripts.benchmarks.shared.step_bytes import step_bytes, traffic_bytes
 from tests.partition.tiny import (
     engine_step,
     make_optimizer,
     place,
-    pool_formula,
 )
 from tests.ranks import make_levels, run_ranks
 
@@ -39,7 +33,7 @@ def test_bytes_per_level_and_step_equal_the_formula():
                 engine_step(engine, model, make_optimizer(engine), 0, accumulation)
                 engine.finish_publishing()
                 sent, seconds = engine.ledger.take()
-                expected = engine.step_bytes(accumulation)
+                expected = step_bytes(engine, accumulation)
                 found.append(((strategy, dtype, options), sent, expected, seconds))
         return found
 
@@ -63,43 +57,6 @@ def test_topo_uses_slow_levels_once_a_step_and_zero3_in_every_micro_batch():
     shard = numel // 8
     assert world[0] == [shard * sum(sizes)] * 2
     assert world[1] == [shard * 6, shard * 24]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "dtype", "wires"),
-    [
-        *((s, torch.bfloat16, "exact") for s in ("ddp", "zero2", "zero3", "hpz")),
-        ("ddp", torch.float32, "exact"),
-        ("topo", torch.bfloat16, "low"),
-        ("zero1", torch.bfloat16, "low"),
-    ],
-)
-def test_state_held_between_steps_equals_the_formula_within_two_percent(strategy, dtype, wires):
-    levels = make_levels((2, 2))
-    placement = Placement.named(strategy, levels)
-    chosen = choose_wires(WiresConfig(preset=wires), placement, levels, "bf16")
-    low = {} if wires == "exact" else {"wires": chosen, "error_feedback": True}
-    feedback_wires = chosen if low else None
-
-    def body(hierarchy):
-        rotate_back(rotate(torch.zeros(1, 128)))  # makes the matrices that all engines share
-        gc.collect()
-        before = tensor_bytes()
-        model, engine = place(hierarchy, strategy, dtype, **low)
-        optimizer = make_optimizer(engine)
-        engine_step(engine, model, optimizer, 0, 2)
-        optimizer.zero_grad(set_to_none=True)
-        gc.collect()
-        assert engine.pool.held_bytes == pool_formula(engine, 1)
-        held = tensor_bytes() - before - engine.buffer_bytes
-        parts = [
-            state_bytes(u.layout.numel, placement, levels, dtype.itemsize, feedback_wires).values()
-            for u in engine.units
-        ]
-        return held, sum(map(sum, parts))
-
-    for held, formula in run_ranks((2, 2), body):
-        assert held == pytest.approx(formula, rel=0.02)
 
 
 def test_named_strategies_are_the_documented_table():

@@ -14,9 +14,7 @@ from megafrontier.optim.gradients import global_norm
 from megafrontier.parallel.hierarchy import Hierarchy, Levels
 from megafrontier.partition import Placement, Wires
 from megafrontier.partition.engine import Engine
-from megafrontier.partition.memory import unit_buffer_bytes
 from megafrontier.partition.presets import choose_wires
-from megafrontier.partition.unit import ROOT
 from tests.partition.sharding import shard
 from tests.ranks import make_levels, run_ranks
 
@@ -178,14 +176,6 @@ def place(
 
 def make_optimizer(engine: Engine) -> torch.optim.Optimizer:
     return torch.optim.AdamW([unit.master for unit in engine.units], lr=0.01)
-
-
-def pool_formula(engine: Engine, prefetch: int | None) -> int:
-    """What the formula says of the buffers of an engine's units."""
-    roots = [unit.layout.numel for unit in engine.units if unit.name == ROOT]
-    numels = [unit.layout.numel for unit in engine.units if unit.name != ROOT]
-    itemsize = engine.units[0].full.itemsize
-    return unit_buffer_bytes(numels, sum(roots), engine.placement, itemsize, prefetch)
 
 
 def finished_gradients(

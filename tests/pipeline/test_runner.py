@@ -7,7 +7,9 @@ from megafrontier.comm.wires.wire import WorkWires, make_wire
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.parallel.mesh import Splits
 from megafrontier.partition import Placement
+from megafrontier.pipeline.table import Action, ActionKind
 from megafrontier.pipeline.work import Work
+from scripts.benchmarks.shared.step_bytes import Pass, step_bytes
 from tests.model.moe.shapes import mixture
 from tests.model.small_models import GEMMA, LATENT_QUERIES, SHAPES
 from tests.ranks import run_mesh
@@ -118,6 +120,16 @@ def test_a_pipeline_gives_one_processs_losses_and_gradients(sizes, splits, strat
     assert_equal(found, train_alone(case))
 
 
+def passes(pipeline, count):
+    """The forwards and backwards of a step, for `step_bytes`."""
+    return [
+        Pass(pipeline._places[item.stage], item.kind is ActionKind.FORWARD)
+        for item in pipeline.row(count)
+        # The backward of weights reads none of them.
+        if isinstance(item, Action) and item.kind is not ActionKind.BACKWARD_WEIGHT
+    ]
+
+
 @pytest.mark.parametrize(
     ("strategy", "parallel"),
     [("zero1", {}), ("topo", INTERLEAVED), ("zero3", {}), ("topo", ZB), ("zero3", ZBV)],
@@ -140,7 +152,7 @@ def test_weights_cross_the_levels_beyond_theirs_once_a_step(strategy, parallel):
             engine.finish_publishing()
             kinds = engine.ledger.take_kinds(wait=True)
             sent = [level["weights"].bytes + level["gradients"].bytes for level in kinds]
-            assert sent == engine.step_bytes(count, passes=pipeline.passes(count))
+            assert sent == step_bytes(engine, count, passes=passes(pipeline, count))
             found.append([level["weights"].bytes for level in kinds])
         depth = Placement.named(strategy, mesh.hierarchy().levels).weights
         return [numbers[depth:] for numbers in found]

@@ -57,16 +57,6 @@ def test_the_wires_of_each_level_are_logged_as_resolved(tmp_path, chosen, ranks,
         assert f"wires: {line}" in describe_run(config, plan, device)
 
 
-def test_what_tensor_parallelism_sends_is_logged_by_level(tmp_path):
-    """With one layer: 2 · 5 gathers and sums of a block and 4 of embedding and head, of half of the
-    tokens, and three numbers of each token."""
-    config = runs.load(runs.make_config_file(tmp_path), "parallel.tensor=2", "model.layers=1")
-    tokens = config.train.micro_batch * config.model.sequence_length
-    sent = (14 * tokens // 2 * config.model.hidden + 3 * tokens) * 4 / 1e9
-    lines = list(describe_run(config, resolve_plan(config, 4)))
-    assert f"tensor parallelism: each rank sends pair {sent:.3g} GB in a micro-batch" in lines
-
-
 def test_several_communicators_at_once_are_warned_of_on_devices_on_which_they_have_hung(tmp_path):
     path = runs.make_config_file(tmp_path)
     for machine, overlap in (("frontier", "safe"), ("frontier", "full"), ("nvlink8", "full")):

@@ -57,6 +57,7 @@ from megafrontier.splits.context import ContextSplit, check_context_split
 from megafrontier.splits.token_dispatch import TokenExchange
 from megafrontier.splits.tokens import TokenGroup
 from megafrontier.training.callbacks.base import Callback
+from scripts.benchmarks.shared.step_bytes import step_bytes
 from tests import runs
 from tests.model.small_models import SHAPES, small_config
 from tests.partition.tiny import build, engine_step, finished_gradients
@@ -225,7 +226,7 @@ def test_any_codec_carries_weights_and_gradients(codec, strategy):
             losses = [engine_step(engine, model, optimizer, step, 1) for step in range(3)]
             engine.finish_publishing()
             sent = engine.ledger.take()[0]
-            assert sent == [3 * count for count in engine.step_bytes(1)]
+            assert sent == [3 * count for count in step_bytes(engine, 1)]
             results.append((losses, sent, torch.cat(finished_gradients(engine, hierarchy.rank))))
         return results
 

@@ -16,6 +16,7 @@ from megafrontier.optim.schedule import learning_rate
 from megafrontier.parallel.param_spec import spec_of
 from megafrontier.training.callbacks.log import step_metrics
 from megafrontier.training.loop import train_step
+from scripts.benchmarks.shared.step_bytes import step_bytes
 from tests import runs
 from tests.ranks import run_mesh
 
@@ -210,7 +211,7 @@ def test_bytes_in_the_metrics_are_those_of_the_formulas(folder):
         with runs.open_trainer(config, mesh) as trainer:
             train_step(trainer)  # publishes weights in the next step
             line = step_metrics(trainer, train_step(trainer))
-            formula = trainer.engine.step_bytes(trainer.loader.micro_batches)
+            formula = step_bytes(trainer.engine, trainer.loader.micro_batches)
         return [level["bytes"] for level in line["comm"].values()], formula
 
     for counted, formula in run_mesh((2, 2, 1), body):

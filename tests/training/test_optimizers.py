@@ -18,13 +18,14 @@ from megafrontier.model.init import initialise
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import spec_of
-from megafrontier.partition.placement import STRATEGIES, traffic_bytes
+from megafrontier.partition.placement import STRATEGIES
 from megafrontier.plan.footprint import state_gib
 from megafrontier.plan.resolve import resolve_plan
 from megafrontier.planner.checks import check_training
 from megafrontier.training.callbacks.save import checkpoint_bytes
 from megafrontier.training.loop import train_step
 from megafrontier.training.resume.compatibility import check_optimizer
+from scripts.benchmarks.shared.step_bytes import step_bytes, traffic_bytes
 from tests import runs
 from tests.ranks import make_levels, run_mesh
 
@@ -276,7 +277,7 @@ def test_bytes_of_muon_are_those_of_adamw_and_two_shards_to_and_from_the_owners(
             numel = sum(entry.numel for unit in units for entry in unit.layout.entries)
             return (
                 [level["bytes"] for level in result.comm.values()],
-                engine.step_bytes(trainer.loader.micro_batches),
+                step_bytes(engine, trainer.loader.micro_batches),
                 owner_bytes(numel, place, sizes, 4),
                 of_matrices,
             )

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, comb
 from typing import Literal
 
 import torch
@@ -34,7 +34,6 @@ from megafrontier.parallel.hierarchy import Levels
 from megafrontier.planner.simulation.meter import running_meter
 from megafrontier.splits.token_dispatch import PEAK, READERS
 from megafrontier.splits.token_routes import Counts
-from megafrontier.splits.traffic import distinct_share
 
 RoutingKind = Literal["uniform", "full", "one"]
 WITHOUT_GROUPED = ("MI100", "MI210", "MI250")
@@ -125,3 +124,19 @@ def _padded(tokens: Tensor, counts: Tensor, mlps: ExpertMLPs) -> Tensor:
 
 
 READERS["meta"] = _read_counts
+
+
+def distinct_share(moe: MoEConfig, experts: int) -> float:
+    """The share of tokens that have any of `experts` neighbouring experts, if a router chooses
+    its groups, and experts in them, with equal probability."""
+    size, groups = moe.experts // moe.groups.number, moe.groups
+    whole, part = divmod(experts, size)
+    total, missed = size * groups.active, 0.0
+    for parts in range(min(1, part) + 1):
+        for wholes in range(groups.active - parts + 1):
+            rest = groups.number - whole - min(1, part)
+            ways = comb(whole, wholes) * comb(rest, groups.active - wholes - parts)
+            chance = ways / comb(groups.number, groups.active)
+            free = total - wholes * size - parts * part
+            missed += chance * comb(max(free, 0), moe.active) / comb(total, moe.active)
+    return 1 - missed

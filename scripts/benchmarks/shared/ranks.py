@@ -29,6 +29,7 @@ from scripts.benchmarks.shared.device import occupy
 from scripts.benchmarks.shared.job import Answer, Job
 from scripts.benchmarks.shared.links import machine_cpu_seconds, sent
 from scripts.benchmarks.shared.measuring import resident_bytes
+from scripts.benchmarks.shared.step_bytes import step_bytes
 
 
 @dataclass
@@ -144,7 +145,7 @@ def train_steps(trainer: Trainer, protocol_bytes: Callable[[], int] = lambda: 0)
     return Stepper(
         step,
         sum(entry.numel for unit in trainer.engine.units for entry in unit.layout.entries),
-        lambda: trainer.engine.step_bytes(trainer.loader.micro_batches)[-1],
+        lambda: step_bytes(trainer.engine, trainer.loader.micro_batches)[-1],
         protocol_bytes,
         trainer,
         finish=trainer.engine.finish_publishing,
@@ -182,7 +183,7 @@ def _gloo_bytes(trainer: Trainer, plan: RunPlan) -> int:
     count = len(levels.names)
     wires: Any = Wires((Preambles(2),) * count, (Preambles(1),) * count)
     sums = (levels.sizes[-1] - 1) * Preambles(2).message_bytes(1)
-    return trainer.engine.step_bytes(trainer.loader.micro_batches, wires)[-1] + sums
+    return step_bytes(trainer.engine, trainer.loader.micro_batches, wires)[-1] + sums
 
 
 @trains

@@ -11,7 +11,7 @@ from megafrontier.comm.wires.block import INT4
 from megafrontier.comm.wires.wire import make_wire
 from megafrontier.common.buffers import Workspace
 from megafrontier.partition import STRATEGIES, Placement
-from megafrontier.partition.placement import traffic_bytes
+from scripts.benchmarks.shared.step_bytes import step_bytes, traffic_bytes
 from tests.partition.tiny import (
     LEVELS,
     bits,
@@ -67,7 +67,7 @@ def test_formats_of_no_preset_train_and_send_the_bytes_of_the_formula(strategy, 
         losses = [engine_step(engine, model, optimizer, step, 2) for step in range(3)]
         engine.finish_publishing()
         sent, _ = engine.ledger.take()
-        return losses, sent, [3 * count for count in engine.step_bytes(2)]
+        return losses, sent, [3 * count for count in step_bytes(engine, 2)]
 
     found = run_ranks((2, 2, 2), body)
     assert all(losses == found[0][0] for losses, _, _ in found)
@@ -111,7 +111,7 @@ def trained(name, sizes):
                 for step, accumulation in enumerate((2, 1)):
                     engine_step(engine, model, optimizer, step, accumulation)
                 engine.finish_publishing()
-            steps = zip(engine.step_bytes(2), engine.step_bytes(1), strict=True)
+            steps = zip(step_bytes(engine, 2), step_bytes(engine, 1), strict=True)
             sent[strategy] = engine.ledger.take()[0], [sum(counts) for counts in steps], given
             for unit in engine.units:
                 place = unit.placement

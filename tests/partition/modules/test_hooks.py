@@ -12,6 +12,7 @@ from megafrontier.config import WiresConfig
 from megafrontier.partition import Placement
 from megafrontier.partition.presets import choose_wires
 from megafrontier.partition.unit import Phase
+from scripts.benchmarks.shared.step_bytes import step_bytes
 from tests.partition.sharding import shard
 from tests.partition.tiny import (
     SIDE,
@@ -453,7 +454,7 @@ def test_a_unit_that_is_done_is_not_gathered_again(overlap):
         hidden, residual = model((x, x))
         backward(engine, (hidden + residual).sum(), is_last=True)
         engine.finish_gradients()
-        return engine.ledger.take()[0], engine.step_bytes(1)
+        return engine.ledger.take()[0], step_bytes(engine, 1)
 
     torch.manual_seed(0)
     for sent, formula in run_ranks((2,), body):

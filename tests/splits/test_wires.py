@@ -1,86 +1,24 @@
-"""Bytes per level and kind are those of the formulas, and activations go in the chosen format."""
+"""Activations and tokens go in the chosen format."""
 
 from dataclasses import replace
-from itertools import combinations
 
 import pytest
 import torch
 
 from megafrontier.common.errors import UserError
-from megafrontier.config.model.moe import ExpertGroupsConfig, MoEConfig
-from megafrontier.model.recompute.deferred import OtherGradients
+from megafrontier.config.model.moe import MoEConfig
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import Splits
 from megafrontier.partition.presets import work_wires
-from megafrontier.pipeline.split_backward import SplitBackward
 from megafrontier.splits.tokens import TokenGroup
-from megafrontier.splits.traffic import distinct_share, tensor_bytes, token_bytes
-from tests.model.small_models import LATENT, LATENT_QUERIES, OLMO, PREDICTION, SHAPES, small_config
+from tests.model.small_models import SHAPES
 from tests.ranks import run_mesh
-from tests.splits.matrix import LENGTH, Case, split_model, train_alone, train_split
+from tests.splits.matrix import Case, split_model, train_alone, train_split
 
 ROWS = 2
 LLAMA, GPT2 = SHAPES["llama"], SHAPES["gpt2"]
 MIXTURE = LLAMA | {"moe": MoEConfig(experts=8, active=3, ffn_hidden=16, balance="none")}
 GROUPED = SHAPES["llama grouped, tied, longer texts"]
-CASES = [
-    ((2, 2), 2, Case(LLAMA), {}, False),
-    ((2, 2), 2, Case(GPT2), {"pair": "int8"}, True),
-    ((2, 2), 4, Case(GROUPED, options={"overlap": "none"}), {}, False),
-    ((2, 2), 4, Case(GROUPED), {"pair": "bf16", "world": "int8"}, False),
-    ((2, 2), 4, Case(OLMO, built={"checkpointing": "selective"}), {"pair": "bf16"}, False),
-    ((2,), 2, Case(GPT2, built={"checkpointing": "block"}), {"world": "int8"}, False),
-    ((2,), 2, Case(LLAMA, built={"checkpointing": "selective"}), {"world": "int8"}, False),
-    ((2,), 2, Case(LATENT | PREDICTION, built={"checkpointing": "selective"}), {}, False),
-    ((2,), 2, Case(LATENT_QUERIES), {}, True),
-]
-
-
-@pytest.mark.parametrize(("sizes", "tensor", "case", "formats", "late"), CASES)
-def test_bytes_of_each_level_and_kind_are_those_of_the_formulas(sizes, tensor, case, formats, late):
-    def body(mesh):
-        levels = mesh.hierarchy(("tensor",)).levels
-        wires = work_wires("activations", formats, levels, "fp32")
-        model, engine, _ = split_model(case, "zero3", mesh, wires)
-        tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long)
-        engine.ledger.take(wait=True)
-        if late:
-            _train_in_two_parts(model, engine, tokens)
-        else:
-            model(tokens, tokens).backward()
-        engine.finish_gradients()
-        engine.finish_step(torch.zeros(()))
-        engine.finish_publishing()
-        formula = tensor_bytes(
-            small_config(**case.changes),
-            levels,
-            ROWS * LENGTH,
-            torch.float32,
-            wires,
-            overlaps=engine.overlaps,
-            chunk_tokens=16,
-            checkpointing=case.built.get("checkpointing", "none"),
-            late_weights=late,
-        )
-        counted = engine.ledger.take_kinds(wait=True)
-        return counted, formula, engine.step_bytes(1)
-
-    for counted, activations, states in run_mesh(sizes, body, splits=Splits(tensor=tensor)):
-        assert [kinds["activations"].bytes for kinds in counted] == activations
-        assert [kinds["weights"].bytes + kinds["gradients"].bytes for kinds in counted] == states
-        assert all(kinds["tokens"].bytes == 0 for kinds in counted)
-        assert activations[0] > 0
-
-
-def _train_in_two_parts(model, engine, tokens):
-    split = SplitBackward(model, model.blocks, copies=False)
-    loss = model(tokens, tokens)
-    with engine.stage(0, True, True, "inputs"):
-        _, late = split.inputs(loss, None, None, model.parameters(), OtherGradients())
-    with engine.stage(0, True, True, "weights"):
-        split.weights(late)
-
-
 INT8, ROUNDED = {"world": "int8"}, {"pair": "bf16", "world": "int8"}
 LOSSY = [
     ((2,), Splits(tensor=2), Case(LLAMA), INT8),
@@ -170,28 +108,3 @@ def test_formats_that_do_not_fit_are_refused_with_what_fits(formats, precision, 
         work_wires("activations", formats, levels, precision)
     with pytest.raises(UserError, match="does not cross such a level; leave it out"):
         work_wires("tokens", formats, Levels(("pair", "node"), (1, 1)), precision)
-
-
-@pytest.mark.parametrize(("groups", "active_groups"), [(1, 1), (4, 2), (3, 2), (6, 1)])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
-def test_the_share_of_tokens_that_reach_a_group_is_that_of_all_choices(groups, active_groups, size):
-    limited = ExpertGroupsConfig(groups, active_groups)
-    moe = MoEConfig(experts=12, active=2, groups=limited)
-    reached = total = 0.0
-    for chosen in combinations(range(groups), active_groups):
-        open_to = [e for e in range(12) if e // (12 // groups) in chosen]
-        choices = [*combinations(open_to, 2)]
-        reached += sum(min(choice) < size for choice in choices) / len(choices)
-        total += 1
-    assert distinct_share(moe, size) == pytest.approx(reached / total)
-
-
-def test_tokens_cross_a_level_as_often_as_the_mean_of_all_choices_says():
-    levels = Levels(("pair", "world"), (2, 2))
-    config = small_config(layers=3, moe=MoEConfig(experts=4, active=2, ffn_hidden=8))
-    pair, world = token_bytes(config, levels, 60, torch.float32)
-    row = 4 * 4 * config.hidden + 3 * 4 * 2
-    # Of two of four ranks, one each with an expert, 5 of 6 choices reach the other pair of ranks.
-    assert world == 3 * row * 60 * 5 // 6
-    # A rank's tokens and the other pair's lie with it: of either, half go to its neighbour.
-    assert pair == 3 * row * 60

@@ -1,0 +1,82 @@
+"""What a layout sends, estimated by formula: by this the search sorts layouts, before it simulates
+the most promising ones. The order of magnitude of each level's bytes is enough for that."""
+
+from collections.abc import Sequence
+from math import prod
+
+from megafrontier.comm.wires.registry import DTYPES
+from megafrontier.comm.wires.wire import Wires
+from megafrontier.config import Config
+from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK
+from megafrontier.parallel.hierarchy import Levels
+from megafrontier.partition import Placement
+from megafrontier.partition.rules import StateRules
+from megafrontier.plan.resolve import RunPlan
+from megafrontier.planner.simulation.routing import distinct_share
+
+UnitGroup = tuple[int, Levels, StateRules]
+"""Elements of all units with the same levels, these, and how the units are sharded."""
+
+
+def sent_bytes(
+    config: Config, plan: RunPlan, units: Sequence[UnitGroup], micro_batches: int
+) -> list[float]:
+    """Bytes that one rank sends over each level in a step."""
+    recomputed = sum(mode in RECOMPUTES_BLOCK for mode in config.checkpointing)
+    split = zip(_tensor(config, plan, recomputed), _tokens(config, plan, recomputed), strict=True)
+    sent = [micro_batches * (activations + tokens) for activations, tokens in split]
+    for numel, over, rules in units:
+        states = state_bytes(numel, rules.placement.on(over), over, rules.wires, micro_batches)
+        sent = [a + b for a, b in zip(sent, states, strict=True)]
+    return sent
+
+
+def state_bytes(
+    numel: int, placement: Placement, levels: Levels, wires: Wires, micro_batches: int
+) -> list[float]:
+    """Bytes of weights and gradients of `numel` elements that one rank sends over each level, if
+    each forward and each backward gathers the weights."""
+    totals = []
+    for i, size in enumerate(levels.sizes):
+        shard = numel // prod(levels.sizes[: i + 1])
+        is_inside = i < placement.backward_weights
+        gathered = 2 * micro_batches if is_inside else int(i < placement.optimizer)
+        reduced = micro_batches if i < placement.gradients else 1
+        reduced += i >= placement.optimizer  # every replica gathers the sum
+        message = wires.reduce[i].codec.message_bytes(shard) * reduced
+        message += wires.gather[i].codec.message_bytes(shard) * gathered
+        totals.append(float((size - 1) * message))
+    return totals
+
+
+def _tensor(config: Config, plan: RunPlan, recomputed: int) -> list[float]:
+    """To the ranks that share its matrices, for a micro-batch: 4 gathers and sums of the hidden
+    states in a block's forward, 6 in its backward, 4 at both ends of the model."""
+    levels, model = plan.shape.over(("tensor",)), config.model
+    times = 10 * model.trained_layers + 4 * recomputed + 4
+    elements = config.train.micro_batch * model.sequence_length * model.hidden
+    elements //= plan.shape.splits.context
+    dtype = DTYPES[config.train.precision]
+    return [
+        float(times * (size - 1) * codec.message_bytes(elements // prod(levels.sizes[: i + 1])))
+        for i, size in enumerate(levels.sizes)
+        for codec in [plan.activations.codec(i, dtype)]
+    ]
+
+
+def _tokens(config: Config, plan: RunPlan, recomputed: int) -> list[float]:
+    """To ranks with other experts and back, for a micro-batch, if all experts are chosen with equal
+    probability."""
+    levels, model, moe = plan.shape.over(("expert",)), config.model, config.model.moe
+    if moe is None:
+        return [0.0] * len(levels.sizes)
+    tokens = config.train.micro_batch * model.sequence_length
+    tokens //= plan.shape.splits.context * plan.shape.splits.tensor
+    # There and back, in forward and backward; again if the block is recomputed.
+    times = moe.blocks(model.layers) * (4 + 2 * recomputed / model.trained_layers)
+    dtype, sent = DTYPES[config.train.precision], []
+    for i, (stride, size) in enumerate(zip(levels.strides, levels.sizes, strict=True)):
+        groups = levels.ranks // stride
+        rows = tokens * groups * distinct_share(moe, moe.experts // groups) * (size - 1) / size
+        sent.append(times * rows * plan.tokens.codec(i, dtype).message_bytes(model.hidden))
+    return sent
