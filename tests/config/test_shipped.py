@@ -39,3 +39,13 @@ def test_a_file_inherits_from_a_shipped_one_by_name_and_from_its_neighbour_first
     assert load_config("mine.yaml").model.hidden == 96
     Path("mine.yaml").write_text("defaults: folder/gpt-125m.yaml")
     assert "cannot read the config: No such file" in refusal(load_config, "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in shipped_files() if "/" not in name and name != "slurm"]
+)
+def test_a_ready_made_run_saves_every_half_hour_and_what_it_keeps_for_good(name):
+    saves = load_config(shipped_files()[name]).checkpoint
+    assert saves.minutes == (0 if name == "wire-quality" else 30), "its bits are compared"
+    assert saves.every > 0
+    assert saves.keep_every % saves.every == 0

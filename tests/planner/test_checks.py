@@ -122,3 +122,17 @@ def test_a_dry_run_warns_of_a_missing_corpus_name_and_of_unknown_sites(folder, c
     assert "warning: data.train: empty, need at least one corpus to train" in lines
     (name,) = (line for line in lines if "sites.addresses" in line)
     assert name.startswith("warning: sites.addresses: unknown.invalid:1: ")
+
+
+@pytest.mark.parametrize("has_rates", [True, False])
+def test_a_dry_run_tells_the_time_between_checkpoints_if_the_machine_has_rates(
+    folder, capfd, has_rates
+):
+    chosen = ["checkpoint.every=9", "checkpoint.minutes=5", *["machine=frontier"] * has_rates]
+    path = str(folder / "config.yaml")
+    assert main(["train", path, "--nproc", "8", "--dry-run", *chosen]) == 0
+    (line,) = (x for x in capfd.readouterr().out.splitlines() if x.startswith("checkpoints: "))
+    first, _, second = line.partition(" or 9 steps")
+    assert first == "checkpoints: every 5 minutes (checkpoint.minutes)"
+    assert second.endswith(" (checkpoint.every), whichever comes first")
+    assert ("seconds" in second) == has_rates
