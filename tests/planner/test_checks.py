@@ -14,7 +14,7 @@ from tests import runs
 LSP = "optimizer.groups=[{match: 'matrix:blocks.*', name: lsp}]"
 SITES = "sites={{addresses: ['127.0.0.1:1', 'unknown.invalid:1'], secret: {}}}"
 BAD_LAYOUTS = [
-    ((LSP,), "optimizer.groups: lsp on 8 ranks, need 1 rank, or another name"),
+    ((LSP,), "optimizer.groups[0].name: lsp, need 1 rank, not 8, or another optimizer"),
     (("optimizer.groups=[{match: nothing, name: sgd}]",), "optimizer.groups[0].match: nothing, "),
     (("optimizer.groups=[{match: norm, name: muon}]",), "optimizer.groups[0]: muon, but "),
     (("train.global_batch=12",), "train.global_batch: 12, need a multiple of 8"),
