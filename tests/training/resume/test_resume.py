@@ -10,8 +10,8 @@ import torch
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition import STRATEGIES
+from megafrontier.plan import assemble
 from megafrontier.plan.resolve import resolve_plan
-from megafrontier.training import trainer as trainer_module
 from megafrontier.training.callbacks.save import save_trainer, shards
 from megafrontier.training.loop import train_step
 from megafrontier.training.resume.resume import resume
@@ -102,9 +102,9 @@ def test_initial_values_are_drawn_only_for_a_run_that_begins(
     if not is_new:
         runs.run(config_file, None, *runs.ONE, "train.steps=2", "train.stop_at=1")
     drawn = []
-    draw = trainer_module.initial_slice
+    draw = assemble.initial_slice
     monkeypatch.setattr(
-        trainer_module, "initial_slice", lambda *slice_: drawn.append(slice_) or draw(*slice_)
+        assemble, "initial_slice", lambda *slice_: drawn.append(slice_) or draw(*slice_)
     )
     runs.run(config_file, None, *runs.ONE, "train.steps=2")
     assert bool(drawn) == is_new
