@@ -27,9 +27,13 @@ def bounded(default: Any, resume: Resume | None = None, **bounds: float) -> Any:
     return field(default=default, metadata={**bounds, **({RESUME: resume} if resume else {})})
 
 
-def count(default: int | None, resume: Resume | None = None) -> Any:
-    """A field that counts something, from 1 to what libraries with 32-bit integers accept."""
-    return bounded(default, resume, at_least=1, below=2**31)
+def count(default: int | None, resume: Resume | None = None, at_most: int | None = None) -> Any:
+    """A field that counts something, from 1 to what libraries with 32-bit integers accept.
+
+    at_most: beyond the sizes of any model, for sizes that take hours to build, or overflow.
+    """
+    most = {} if at_most is None else {"at_most": at_most}
+    return bounded(default, resume, at_least=1, below=2**31, **most)
 
 
 def marked(default: Any, resume: Resume) -> Any:

@@ -28,25 +28,6 @@ _BOUNDS = {
     "below": (operator.lt, "need less than"),
 }
 
-LARGEST = {
-    "layers": 10_000,
-    "hidden": 2**20,
-    "heads": 2**14,
-    "kv_heads": 2**14,
-    "head_size": 2**14,
-    "ffn_hidden": 2**22,
-    "vocab_size": 2**26,
-    "vocab_multiple": 2**20,
-    "experts": 2**16,
-    "shared_experts": 2**10,
-    "query": 2**20,
-    "key_value": 2**20,
-    "rope_size": 2**14,
-    "nope_size": 2**14,
-    "value_size": 2**14,
-}
-"""Sizes in `model` beyond those of any model. Larger ones take hours to build, or overflow."""
-
 
 def _check_bounds(value: Any, key: str, bounds: Mapping[str, float]) -> None:
     """Check `bounded` fields in a dataclass, or the numbers in such a field."""
@@ -138,18 +119,7 @@ def _check_latent(model: ModelConfig, latent: LatentConfig) -> None:
         need(value == only, f"model.{name}", value, fits)
 
 
-def _check_sizes(part: Any, key: str) -> None:
-    """Check the sizes of a dataclass in `model`, before anything is built of them."""
-    for name, value in ((f.name, getattr(part, f.name)) for f in fields(part)):
-        most = LARGEST.get(name)
-        if is_dataclass(value):
-            _check_sizes(value, f"{key}.{name}")
-        elif most is not None and value is not None:
-            need(value <= most, f"{key}.{name}", value, f"need at most {most}")
-
-
 def _check_model(model: ModelConfig) -> None:
-    _check_sizes(model, "model")
     latent = model.attention.latent
     if latent is not None:
         _check_latent(model, latent)

@@ -19,7 +19,7 @@ from megafrontier.common.errors import UserError
 from megafrontier.common.files import work_folder
 from megafrontier.common.parsing import LARGEST_JSON, parse_json, read_text
 from megafrontier.config import Config, MLPConfig, ModelConfig, check
-from megafrontier.config.validation import LARGEST
+from megafrontier.config.model.gpt import MOST_LAYERS
 from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.families import family_for, family_of
 from megafrontier.families.base import HEAD, Family, HFConfigReader, ParamMapping
@@ -91,10 +91,10 @@ def described_model(folder: Path) -> tuple[Family, ModelConfig]:
     path = folder / "config.json"
     reader = HFConfigReader(path, _read_json(path))
     family = family_of(reader)
-    for key, name in (("num_hidden_layers", "layers"), ("n_layer", "layers")):
+    for key in ("num_hidden_layers", "n_layer"):
         value = reader.number(key, 1)
-        if not value <= LARGEST[name]:  # before a list has an item for each layer
-            raise reader.error(key, value, f"need at most {LARGEST[name]}")
+        if not value <= MOST_LAYERS:  # before a list has an item for each layer
+            raise reader.error(key, value, f"need at most {MOST_LAYERS}")
     config = family.read_config(reader)
     try:
         check(Config(model=config))

@@ -13,15 +13,15 @@ class LatentConfig:
     heads come from one narrow latent of the token, and queries may, too. Latents have RMS norms.
     Heads of queries and keys have a rotary part, which all heads of keys share, and another one."""
 
-    query: int | None = count(None)
+    query: int | None = count(None, at_most=2**20)
     """Width of the latent of queries (q_lora_rank). null: none, they come from the hidden state."""
-    key_value: int = count(512)
+    key_value: int = count(512, at_most=2**20)
     """Width of the latent of keys and values (kv_lora_rank)."""
-    rope_size: int = count(64)
+    rope_size: int = count(64, at_most=2**14)
     """Dimensions of a head of queries and keys that rotate (qk_rope_head_dim)."""
-    nope_size: int = count(128)
+    nope_size: int = count(128, at_most=2**14)
     """Dimensions that do not rotate (qk_nope_head_dim)."""
-    value_size: int = count(128)
+    value_size: int = count(128, at_most=2**14)
     """Width of a head of values (v_head_dim). At most `rope_size` + `nope_size`."""
 
     @property

@@ -9,26 +9,28 @@ from megafrontier.config.model.moe import MoEConfig
 from megafrontier.config.model.rotary import RotaryScalingConfig
 from megafrontier.config.model.scaling import ScalingConfig
 
+MOST_LAYERS = 10_000
+
 
 @dataclass
 class ModelConfig:
-    layers: int = count(12)
+    layers: int = count(12, at_most=MOST_LAYERS)
     """Number of transformer blocks."""
-    hidden: int = count(768)
+    hidden: int = count(768, at_most=2**20)
     """Width of the residual stream."""
-    heads: int = count(12)
+    heads: int = count(12, at_most=2**14)
     """Query heads. Must divide `hidden` unless `head_size` is given."""
-    kv_heads: int | None = count(None)
+    kv_heads: int | None = count(None, at_most=2**14)
     """Key and value heads (grouped-query attention). Must divide `heads`. Default: `heads`."""
-    head_size: int | None = count(None)
+    head_size: int | None = count(None, at_most=2**14)
     """Width of one head. Default: hidden / heads."""
-    ffn_hidden: int | None = count(None)
+    ffn_hidden: int | None = count(None, at_most=2**22)
     """Width inside the MLP. Default: 4 · hidden; with a gate 8/3 · hidden, rounded up to 64."""
     sequence_length: int = count(1024, "samples")
     """Tokens in one sequence."""
-    vocab_size: int = count(50304)
+    vocab_size: int = count(50304, at_most=2**26)
     """Number of token ids, at least the tokenizer's without special tokens added at its end."""
-    vocab_multiple: int = count(128, "ignore")  # the padded size is a shape
+    vocab_multiple: int = count(128, "ignore", 2**20)  # the padded size is a shape
     """The embedding's rows are padded to a multiple of this. Padded ids are never predicted."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalization around attention and MLP, and before the head."""

@@ -26,11 +26,11 @@ class ExpertGroupsConfig:
 class MoEConfig:
     """A mixture of experts in place of the MLP. No token is dropped. Experts have no biases."""
 
-    experts: int = count(8)
+    experts: int = count(8, at_most=2**16)
     """Experts of a block."""
     active: int = count(2)
     """Experts that process a token. At most `experts`."""
-    ffn_hidden: int | None = count(None)
+    ffn_hidden: int | None = count(None, at_most=2**22)
     """Width inside an expert. Default: `model.ffn_hidden`, or its default."""
     every: int = count(1)
     """Every how many blocks one has experts, the last of so many: 2 means blocks 1, 3, 5, …
@@ -38,7 +38,7 @@ class MoEConfig:
     first: int = bounded(0, at_least=0)
     """Blocks at the beginning that keep the MLP (DeepSeek's first_k_dense_replace). `every` counts
     from there."""
-    shared_experts: int = bounded(0, at_least=0)
+    shared_experts: int = bounded(0, at_least=0, at_most=2**10)
     """Experts that process every token: one MLP of this many times `ffn_hidden`."""
     shared_gate: bool = False
     """Multiply the output of the shared experts by a sigmoid of the token (Qwen2-MoE)."""
