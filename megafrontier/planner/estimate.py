@@ -26,26 +26,35 @@ def sent_bytes(
     split = zip(_tensor(config, plan, recomputed), _tokens(config, plan, recomputed), strict=True)
     sent = [micro_batches * (activations + tokens) for activations, tokens in split]
     for numel, over, rules in units:
-        states = state_bytes(numel, rules.placement.on(over), over, rules.wires, micro_batches)
+        # Each forward and each backward gathers the weights.
+        passes = micro_batches, 2 * micro_batches
+        states = state_bytes(numel, rules.placement.on(over), over, rules.wires, *passes)
         sent = [a + b for a, b in zip(sent, states, strict=True)]
     return sent
 
 
 def state_bytes(
-    numel: int, placement: Placement, levels: Levels, wires: Wires, micro_batches: int
-) -> list[float]:
-    """Bytes of weights and gradients of `numel` elements that one rank sends over each level, if
-    each forward and each backward gathers the weights."""
+    numel: int,
+    placement: Placement,
+    levels: Levels,
+    wires: Wires,
+    micro_batches: int,
+    gathers: int,
+) -> list[int]:
+    """Bytes of weights and gradients of a unit of `numel` elements that one rank sends over each
+    level in a step that gathers the unit `gathers` times. A collective over a level of size s sends
+    s - 1 messages."""
     totals = []
     for i, size in enumerate(levels.sizes):
         shard = numel // prod(levels.sizes[: i + 1])
-        is_inside = i < placement.backward_weights
-        gathered = 2 * micro_batches if is_inside else int(i < placement.optimizer)
+        gathered = gathers if i < placement.backward_weights else int(i < placement.optimizer)
         reduced = micro_batches if i < placement.gradients else 1
         reduced += i >= placement.optimizer  # every replica gathers the sum
+        # A delta is passed on as one message of each owner.
+        owners = prod(levels.sizes[i + 1 : placement.optimizer]) if wires.gather[i].is_delta else 1
         message = wires.reduce[i].codec.message_bytes(shard) * reduced
-        message += wires.gather[i].codec.message_bytes(shard) * gathered
-        totals.append(float((size - 1) * message))
+        message += wires.gather[i].codec.message_bytes(shard // owners) * owners * gathered
+        totals.append((size - 1) * message)
     return totals
 
 

@@ -7,7 +7,8 @@ from megafrontier.common.errors import UserError
 from megafrontier.config import PartitionConfig
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition import STRATEGIES, Placement, Wires
-from scripts.benchmarks.shared.step_bytes import step_bytes, traffic_bytes
+from megafrontier.planner.estimate import state_bytes
+from scripts.benchmarks.shared.step_bytes import step_bytes
 from tests.partition.tiny import (
     engine_step,
     make_optimizer,
@@ -49,7 +50,7 @@ def test_topo_uses_slow_levels_once_a_step_and_zero3_in_every_micro_batch():
     wires = Wires.plain(3, torch.bfloat16)
     world = [
         [
-            traffic_bytes(numel, Placement.named(s, LEVELS), LEVELS, wires, a, 2 * a)[-1]
+            state_bytes(numel, Placement.named(s, LEVELS), LEVELS, wires, a, 2 * a)[-1]
             for a in (1, 4)
         ]
         for s in ("topo", "zero3")

@@ -22,10 +22,11 @@ from megafrontier.partition.placement import STRATEGIES
 from megafrontier.plan.footprint import state_gib
 from megafrontier.plan.resolve import resolve_plan
 from megafrontier.planner.checks import check_training
+from megafrontier.planner.estimate import state_bytes
 from megafrontier.training.callbacks.save import checkpoint_bytes
 from megafrontier.training.loop import train_step
 from megafrontier.training.resume.compatibility import check_optimizer
-from scripts.benchmarks.shared.step_bytes import step_bytes, traffic_bytes
+from scripts.benchmarks.shared.step_bytes import step_bytes
 from tests import runs
 from tests.ranks import make_levels, run_mesh
 
@@ -272,7 +273,7 @@ def test_bytes_of_muon_are_those_of_adamw_and_two_shards_to_and_from_the_owners(
             place = engine.placement
             of_matrices = [0] * len(sizes)
             for unit in units:
-                sent = traffic_bytes(unit.layout.numel, place, levels, engine.wires, 1, 1)
+                sent = state_bytes(unit.layout.numel, place, levels, engine.wires, 1, 1)
                 of_matrices = [a + b for a, b in zip(of_matrices, sent, strict=True)]
             numel = sum(entry.numel for unit in units for entry in unit.layout.entries)
             return (

@@ -5,15 +5,14 @@ How often a step gathers each unit follows from the hooks' rules, which are repl
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from math import prod
 from typing import NamedTuple
 
 from megafrontier.comm.wires.wire import Wires
-from megafrontier.parallel.hierarchy import Levels
-from megafrontier.partition import Engine, Placement
+from megafrontier.partition import Engine
 from megafrontier.partition.memory import UnitBuffer
 from megafrontier.partition.modules.hook_points import BlockPart, HookPoint
 from megafrontier.partition.unit import Unit
+from megafrontier.planner.estimate import state_bytes
 
 
 class Pass(NamedTuple):
@@ -43,34 +42,9 @@ def step_bytes(
         if wires is not None and over.crossed is not None:
             sent = wires.extended(over.crossed)
         numel, placement, count = unit.layout.numel, unit.placement, gathers[unit]
-        found = traffic_bytes(numel, placement, over.levels, sent, micro_batches, count)
+        found = state_bytes(numel, placement, over.levels, sent, micro_batches, count)
         for level, number in enumerate(found):
             totals[over.machine_level(level)] += number
-    return totals
-
-
-def traffic_bytes(
-    numel: int,
-    placement: Placement,
-    levels: Levels,
-    wires: Wires,
-    micro_batches: int,
-    gathers: int,
-) -> list[int]:
-    """Bytes that one rank sends over each level in one optimizer step, for one unit that the step
-    gathers `gathers` times. A collective over a level of size s sends s - 1 messages."""
-    totals = []
-    for i, size in enumerate(levels.sizes):
-        shard = numel // prod(levels.sizes[: i + 1])
-        gathered = gathers if i < placement.backward_weights else int(i < placement.optimizer)
-        reduced = micro_batches if i < placement.gradients else 1
-        if i >= placement.optimizer:
-            reduced += 1  # the sum is gathered by every replica
-        # A delta is passed on as one message of each owner.
-        owners = prod(levels.sizes[i + 1 : placement.optimizer]) if wires.gather[i].is_delta else 1
-        message = wires.reduce[i].codec.message_bytes(shard) * reduced
-        message += wires.gather[i].codec.message_bytes(shard // owners) * owners * gathered
-        totals.append((size - 1) * message)
     return totals
 
 

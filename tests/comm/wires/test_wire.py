@@ -11,7 +11,8 @@ from megafrontier.comm.wires.block import INT4
 from megafrontier.comm.wires.wire import make_wire
 from megafrontier.common.buffers import Workspace
 from megafrontier.partition import STRATEGIES, Placement
-from scripts.benchmarks.shared.step_bytes import step_bytes, traffic_bytes
+from megafrontier.planner.estimate import state_bytes
+from scripts.benchmarks.shared.step_bytes import step_bytes
 from tests.partition.tiny import (
     LEVELS,
     bits,
@@ -162,7 +163,7 @@ def test_values_sent_in_16_bits_are_summed_in_32(name, small):
 def test_low_sends_a_quarter_of_bf16_between_nodes():
     placement = Placement.named("topo", LEVELS)
     low, exact = (
-        traffic_bytes(2**20, placement, LEVELS, preset(n, "topo", precision="bf16"), 4, 8)[-1]
+        state_bytes(2**20, placement, LEVELS, preset(n, "topo", precision="bf16"), 4, 8)[-1]
         for n in ("low", "exact")
     )
     assert low / exact == pytest.approx((4 + 1 / 8) / 16, rel=1e-3)
