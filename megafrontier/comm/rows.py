@@ -87,10 +87,7 @@ class RowExchange:
 
         `room`: memory that begins with the rows, if all stay, and has room for those that arrive.
         """
-        after = step.rows_after, *rows.shape[1:]
-        out = rows.new_empty(after) if room is None else room[: step.rows_after]
-        if step.keep is not None:
-            torch.index_select(rows, 0, step.keep, out=out[: step.kept])
+        out = _room_after(step, rows) if room is None else room[: step.rows_after]
         sent = rows.index_select(0, step.send)
         self.exchange(step.level, chain, sent, step.sent, step.received, out[step.kept :])
         return out
@@ -101,8 +98,7 @@ class RowExchange:
         """`spread` of rows [rows, h] and of 4-byte numbers [rows, m] that stay exact, in one
         message. The step keeps some rows."""
         assert step.keep is not None
-        out = rows.new_empty(step.rows_after, rows.shape[1])
-        torch.index_select(rows, 0, step.keep, out=out[: step.kept])
+        out = _room_after(step, rows)
         arrived = self._exchange_with(
             step, chain, rows[step.send], exact[step.send], step.sent, step.received,
             out[step.kept :],
@@ -187,6 +183,14 @@ class RowExchange:
         with self._collectives.record(level, chain) as count:
             all_to_all(out, messages, group, received, sent)
             count.append((len(messages) - sent[index]) * messages[:1].nbytes)
+
+
+def _room_after(step: RouteStep, rows: Tensor) -> Tensor:
+    """Memory [rows_after, …] that begins with the rows that stay."""
+    out = rows.new_empty(step.rows_after, *rows.shape[1:])
+    if step.keep is not None:
+        torch.index_select(rows, 0, step.keep, out=out[: step.kept])
+    return out
 
 
 def _sum_rows(step: RouteStep, rows: Tensor, arrived: Tensor) -> Tensor:

@@ -249,6 +249,7 @@ class _MatrixExchange:
         """`counts`: by matrix, elements of each peer. `kept`: the matrices whose parts come here,
         in the order in which peers send them. `owners`: coordinates, by matrix."""
         self._step, peers = step, range(step.size)
+        self._rows = RowExchange(step.collectives)
         own = [counts[m][step.coordinate] for m in before]
         self._sent = [
             sum(n for m, n in zip(before, own, strict=True) if owners[m] == peer) for peer in peers
@@ -270,7 +271,7 @@ class _MatrixExchange:
         self._move(parts, self._received, self._sent)
 
     def _move(self, parts: _Parts, sent: list[int], received: list[int]) -> None:
-        level, rows = self._step.level, RowExchange(self._step.collectives)
+        level, rows = self._step.level, self._rows
 
         def move(value: torch.Tensor) -> torch.Tensor:
             out = value.new_empty(sum(received))

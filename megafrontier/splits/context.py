@@ -100,7 +100,7 @@ class ContextSplit:
         return PIECES if self.group.overlaps and kv_heads % PIECES == 0 else 1
 
     def begin_gather(self, heads: Tensor, documents: Tensor) -> Callable[[], Tensor]:
-        routes, exchange = self._routes(documents), self.group.row_exchange()
+        routes, exchange = self._routes(documents), self.group.rows
         room = heads.new_empty(routes.rows, *heads.shape[1:])
         room[: len(heads)] = heads
         chain = AsyncChain(room[: len(heads)], "gather activations", kind="activations")
@@ -111,7 +111,7 @@ class ContextSplit:
     def begin_reduce(
         self, heads: Tensor, documents: Tensor, dtype: torch.dtype
     ) -> Callable[[], Tensor]:
-        routes, exchange = self._routes(documents), self.group.row_exchange()
+        routes, exchange = self._routes(documents), self.group.rows
         rows = heads.new_zeros(routes.rows, *heads.shape[1:])
         rows[routes.past] = heads[: len(routes.past)]
         chain = AsyncChain(rows, "reduce activations", kind="activations")

@@ -52,6 +52,8 @@ class TokenGroup:
         self._depth = len(hierarchy.levels.sizes)
         self._wires = wires
         self._collectives: dict[tuple[torch.dtype, bool], LevelCollectives] = {}
+        self.rows = RowExchange(self.of_type(torch.float32, is_exact=True), wires)
+        """Exchanges rows between these ranks."""
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -104,10 +106,6 @@ class TokenGroup:
                 self._hierarchy, chosen.wires(self._depth, dtype), "activations"
             )
         return self._collectives[key]
-
-    def row_exchange(self) -> RowExchange:
-        """The exchange of rows between these ranks."""
-        return RowExchange(self.of_type(torch.float32, is_exact=True), self._wires)
 
     def wait(self, chain: AsyncChain) -> Tensor:
         """Wait for a collective, and note in the ledger how long it took."""

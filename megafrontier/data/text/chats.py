@@ -153,11 +153,10 @@ def _read_chat(record: Mapping[str, Any], key: str) -> _Chat:
 
 
 def _read_turn(message: Any, place: str) -> Message:
-    if not isinstance(message, dict) or "role" not in message:
-        raise UserError(f"{place}: need the keys role and content")
-    # OpenAI leaves out the content of a turn that only calls tools, or writes null.
-    message = {"content": None, **message} if message.get("tool_calls") else message
-    if "content" not in message:
+    if isinstance(message, dict) and message.get("tool_calls"):
+        # OpenAI leaves out the content of a turn that only calls tools, or writes null.
+        message = {"content": None, **message}
+    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
         raise UserError(f"{place}: need the keys role and content")
     for key in ("role", "content"):
         if key == "role" or message[key] is not None or not message.get("tool_calls"):
