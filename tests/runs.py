@@ -11,7 +11,9 @@ import numpy as np
 from megafrontier.config import Config, load_config
 from megafrontier.launch.main import train
 from megafrontier.parallel.mesh import Mesh
+from megafrontier.plan.refuse import check_layout
 from megafrontier.plan.resolve import resolve_plan
+from megafrontier.planner.checks import check_files
 from megafrontier.training.trainer import Trainer, build_trainer
 from tests.data.corpora import write_corpus
 
@@ -52,6 +54,12 @@ def make_config_file(folder: Path) -> Path:
 
 def load(path: Path, *overrides: str) -> Config:
     return load_config(path, overrides)
+
+
+def check(path: Path, ranks: int, *overrides: str) -> None:
+    """What `train` checks of config and files. Raises UserError."""
+    config = load(path, *overrides)
+    check_files(config, check_layout(config, ranks))
 
 
 def run(path: Path, ranks: int, *overrides: str) -> list[dict[str, Any]]:

@@ -31,8 +31,8 @@ from megafrontier.launch.main import launch, load_or_refuse
 from megafrontier.parallel.env import identify
 from megafrontier.pipeline.work import Runner
 from megafrontier.plan.assemble import build_model, make_runner
+from megafrontier.plan.refuse import check_data, check_layout
 from megafrontier.plan.resolve import resolve_plan
-from megafrontier.planner.checks import check_training
 from megafrontier.training.callbacks.evaluate import Evaluation, evaluate
 from megafrontier.training.logging.sinks import add_line
 from megafrontier.training.resume.compatibility import check_model, rotary_changes
@@ -105,7 +105,7 @@ def evaluate_command(
     def check(ranks: int) -> None:
         if not is_local:
             check_rank(load_machine(config.machine).device, identify(os.environ), False)
-        check_training(config, ranks, parts=() if with_tasks else ("valid",))
+        check_data(config, check_layout(config, ranks), () if with_tasks else ("valid",))
         if with_tasks:
             check_tasks(config)
 

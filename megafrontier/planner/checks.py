@@ -13,14 +13,14 @@ refuse a config with the same line:
 """
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 
 from megafrontier.common.errors import FatalError, UserError
 from megafrontier.config import Config
 from megafrontier.config.sites import split_address
-from megafrontier.data.sampling.loader import PARTS, CorpusPart
+from megafrontier.data.sampling.loader import PARTS
 from megafrontier.evaluation.tasks import check_tasks
 from megafrontier.optim.adamw import find_apex
 from megafrontier.plan.refuse import check_data, check_host_memory, check_layout, check_memory
@@ -28,18 +28,6 @@ from megafrontier.plan.resolve import RunPlan
 from megafrontier.sites.transport import read_secret
 from megafrontier.training.callbacks.base import Callback, load_class
 from megafrontier.training.resume.resume import check_own
-
-
-def check_training(config: Config, ranks: int, parts: Sequence[CorpusPart] = PARTS) -> RunPlan:
-    """Check layout, vocabulary, corpora of `parts`, and for training packages. Returns the plan.
-
-    Reads files but computes nothing, so that ranks may be forked afterwards. Raises UserError.
-    """
-    plan = check_layout(config, ranks)
-    check_data(config, plan, parts)
-    if "train" in parts:
-        check_packages(config)
-    return plan
 
 
 def check_ranks(config: Config, ranks: int, on_host: int | None = None) -> RunPlan:

@@ -9,7 +9,6 @@ from megafrontier.config import SubspaceConfig
 from megafrontier.launch.main import train
 from megafrontier.optim.groups import OptimizerGroup
 from megafrontier.optim.subspace import Subspace
-from megafrontier.planner.checks import check_training
 from tests import runs
 
 LSP = "optimizer.groups=[{match: 'matrix:blocks.*', name: lsp}]"
@@ -80,4 +79,4 @@ def test_a_run_learns_resumes_to_the_bit_and_its_checkpoint_is_loaded_by_others(
 )
 def test_what_has_no_subspace_is_refused_in_one_line(config_file, chosen, ranks, line):
     with pytest.raises(UserError, match=line):
-        check_training(runs.load(config_file, chosen, *runs.ONE), ranks)
+        runs.check(config_file, ranks, chosen, *runs.ONE)

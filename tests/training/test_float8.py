@@ -4,7 +4,6 @@ import pytest
 
 from megafrontier.common.errors import UserError
 from megafrontier.plan import assemble
-from megafrontier.planner.checks import check_training
 from tests import runs
 
 SIZES = ("model.hidden=32", "model.ffn_hidden=64", "train.precision=bf16", "train.micro_batch=8")
@@ -80,4 +79,4 @@ def test_without_float8_one_line_says_so_and_the_run_is_the_one_in_bf16(run, exa
 )
 def test_what_does_not_fit_is_refused(config_file, override, fits):
     with pytest.raises(UserError, match=f"train.linear_precision: fp8, {fits}"):
-        check_training(runs.load(config_file, *SIZES, FP8, *runs.ONE, override), 1)
+        runs.check(config_file, 1, *SIZES, FP8, *runs.ONE, override)

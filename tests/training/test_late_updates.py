@@ -11,7 +11,6 @@ from megafrontier.parallel.mesh import Splits
 from megafrontier.plan.footprint import host_gib, state_gib
 from megafrontier.plan.refuse import check_host_memory
 from megafrontier.plan.resolve import resolve_plan
-from megafrontier.planner.checks import check_training
 from megafrontier.planner.simulation.rates import UNKNOWN
 from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.training.callbacks.base import Callback
@@ -171,7 +170,7 @@ def test_a_forward_waits_for_updates_of_the_next_units_alone_and_gradients_leave
 )
 def test_what_cannot_be_offloaded_is_refused_in_one_line(folder, chosen, line):
     with pytest.raises(UserError, match=line):
-        check_training(runs.load(folder / "config.yaml", OFFLOAD, chosen), 4)
+        runs.check(folder / "config.yaml", 4, OFFLOAD, chosen)
 
 
 def test_a_plan_counts_the_optimizers_state_on_the_host_alone(folder):
@@ -208,4 +207,4 @@ def test_a_plan_counts_the_optimizers_state_on_the_host_alone(folder):
 )
 def test_what_cannot_overlap_updates_is_refused_in_one_line(folder, chosen, line):
     with pytest.raises(UserError, match=line):
-        check_training(runs.load(folder / "config.yaml", OVERLAP, chosen), 4)
+        runs.check(folder / "config.yaml", 4, OVERLAP, chosen)

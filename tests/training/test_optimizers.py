@@ -21,7 +21,6 @@ from megafrontier.parallel.param_spec import spec_of
 from megafrontier.partition.placement import STRATEGIES
 from megafrontier.plan.footprint import state_gib
 from megafrontier.plan.resolve import resolve_plan
-from megafrontier.planner.checks import check_training
 from megafrontier.planner.estimate import state_bytes
 from megafrontier.training.callbacks.save import checkpoint_bytes
 from megafrontier.training.loop import train_step
@@ -392,9 +391,8 @@ def test_a_checkpoint_of_another_optimizer_or_without_a_state_is_refused(folder,
     ],
 )
 def test_groups_that_do_not_fit_are_refused_in_one_line(folder, chosen, line):
-    config = runs.load(folder / "config.yaml", chosen)
     with pytest.raises(UserError) as caught:
-        check_training(config, 4)
+        runs.check(folder / "config.yaml", 4, chosen)
     assert str(caught.value) == line
 
 

@@ -23,7 +23,8 @@ from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.optim.schedule import learning_rate
 from megafrontier.parallel.param_spec import spec_of
-from megafrontier.planner.checks import check_training
+from megafrontier.plan.refuse import check_layout
+from megafrontier.planner.checks import check_files
 from megafrontier.training.loop import train_step
 from megafrontier.training.trainer import Trainer, build_trainer
 
@@ -140,7 +141,7 @@ def main() -> None:
         parser.error(f"--pairs {arguments.pairs}: need at least 2")
     with exit_on_fatal_error("one_rank"):
         config = load_config(arguments.config, [*arguments.overrides, "machine=laptop"])
-        check_training(config, 1)
+        check_files(config, check_layout(config, 1))
     with join_machine(config) as (plan, mesh):
         trainer = build_trainer(config, plan, mesh)
         try:

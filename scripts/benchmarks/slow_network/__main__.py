@@ -39,7 +39,8 @@ from megafrontier.common.arguments import split_overrides
 from megafrontier.common.errors import UserError, exit_on_fatal_error
 from megafrontier.common.files import write_atomically
 from megafrontier.config import load_config
-from megafrontier.planner.checks import check_training
+from megafrontier.plan.refuse import check_layout
+from megafrontier.planner.checks import check_files
 from scripts.benchmarks.shared.cluster import Cluster, JobFailed, open_cluster, wait_for_quiet
 from scripts.benchmarks.shared.inputs import PER_NODE, write_inputs
 from scripts.benchmarks.shared.job import Answer, Job
@@ -128,7 +129,7 @@ class Bench:
             if strategy.function == DEEPSPEED:
                 deepspeed_zero.prepare()
             config = load_config(self._config, self.overrides(strategy, nodes, accumulation))
-            check_training(config, nodes * PER_NODE)
+            check_files(config, check_layout(config, nodes * PER_NODE))
         except (UserError, ImportError) as error:
             return str(error)
         return None
