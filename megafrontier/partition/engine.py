@@ -182,16 +182,15 @@ class Engine:
             parameters = [named for _, named in sorted(members, key=itemgetter(0))]
             if not any(parameter.numel() for _, parameter in parameters):
                 continue
-            placement, wires = rules.placement.on(over.levels), rules.wires
+            wires = rules.wires
             wires = wires if over.crossed is None else wires.extended(over.crossed)
-            rules = replace(rules, wires=wires)
+            rules = replace(rules, placement=rules.placement.on(over.levels), wires=wires)
             unit = Unit(
                 f"{block.name}.{slot}" if slot else block.name,
                 parameters,
                 optimizer,
-                placement,
                 self.collectives(over, wires),
-                self._choose_buffer(block, slot, rules.dtype, placement),
+                self._choose_buffer(block, slot, rules),
                 self.pool,
                 rules,
                 is_frozen=not is_trained,
@@ -199,14 +198,12 @@ class Engine:
             units.append(unit)
         return units
 
-    def _choose_buffer(
-        self, block: WrappedBlock, slot: int, dtype: torch.dtype, placement: Placement
-    ) -> UnitBuffer:
-        if placement.is_persistent:  # part of the unit's state, not of the pool
-            return UnitBuffer(dtype, self.hierarchy.device)
+    def _choose_buffer(self, block: WrappedBlock, slot: int, rules: StateRules) -> UnitBuffer:
+        if rules.placement.is_persistent:  # part of the unit's state, not of the pool
+            return UnitBuffer(rules.dtype, self.hierarchy.device)
         if block.name == ROOT:
-            return self.pool.own_buffer(dtype)
-        return self.pool.next_buffer((block.depth, slot), dtype)
+            return self.pool.own_buffer(rules.dtype)
+        return self.pool.next_buffer((block.depth, slot), rules.dtype)
 
     @property
     def overlaps(self) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from megafrontier.comm.wires.wire import Wires
 from megafrontier.common.errors import UserError
 from megafrontier.config import ExpertsPartitionConfig, PartitionConfig
 from megafrontier.parallel.hierarchy import Levels
@@ -166,12 +165,3 @@ def _check_nesting(given: dict[str, str], depths: dict[str, int], prefix: str) -
                 f"{prefix}.{inner}: {given.get(inner)} reaches further than {prefix}.{outer} "
                 f"({given.get(outer)}), need a level within it"
             )
-
-
-def error_levels(placement: Placement, levels: Levels, wires: Wires) -> list[int]:
-    """The levels of `error_feedback_levels` with quantised messages, whose errors ranks keep."""
-    return [
-        level
-        for level in placement.on(levels).error_feedback_levels
-        if levels.sizes[level] > 1 and wires.reduce[level].codec.is_quantized
-    ]

@@ -10,7 +10,7 @@ from megafrontier.comm.streams import Policy
 from megafrontier.comm.wires.wire import Wires
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.param_spec import ParamSpec
-from megafrontier.partition.placement import Placement, error_levels
+from megafrontier.partition.placement import Placement
 
 GroupOf = Callable[[ParamSpec], tuple[str, int]]
 """The name of a parameter's optimizer, and the index of its group."""
@@ -45,10 +45,15 @@ class StateRules:
         return cls(placement, Wires.plain(len(levels.sizes), dtype), dtype)
 
     def feedback_levels(self, levels: Levels) -> list[int]:
-        """The levels whose gradient messages have error feedback."""
+        """The levels whose gradient messages have error feedback: those of the placement with
+        quantized messages. Ranks keep the errors of these."""
         if not self.error_feedback:
             return []
-        return error_levels(self.placement, levels, self.wires)
+        return [
+            level
+            for level in self.placement.on(levels).error_feedback_levels
+            if levels.sizes[level] > 1 and self.wires.reduce[level].codec.is_quantized
+        ]
 
     @property
     def default(self) -> "StateRules":

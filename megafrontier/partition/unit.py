@@ -50,7 +50,6 @@ class Unit:
         name: str,
         parameters: Sequence[Named],
         optimizer: str,
-        placement: Placement,
         collectives: LevelCollectives,
         buffer: UnitBuffer,
         pool: UnitBufferPool,
@@ -60,11 +59,11 @@ class Unit:
         """`parameters`: in the order of the flat buffer. `optimizer`: the name of the one that
         updates them. `buffer`: memory of the unsharded weights, in the computing type; while they
         are resharded, another unit may have it. `pool`: memory of the gradients. `rules`: those of
-        its parameters. `is_frozen`: they get no gradient."""
+        its parameters, with a placement on the levels. `is_frozen`: they get no gradient."""
         size = collectives.hierarchy.size
         self.name = name
         self.optimizer = optimizer
-        self.placement = placement
+        self.placement = placement = rules.placement
         self.layout = Layout.build(name, ((n, p.shape) for n, p in parameters), size)
         self.specs = {n: spec_of(n, p) for n, p in parameters}
         self.is_frozen = is_frozen

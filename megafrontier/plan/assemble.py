@@ -103,10 +103,6 @@ def _zeros(device: torch.device, _spec: ParamSpec, start: int, stop: int) -> tor
     return torch.zeros(stop - start, device=device)
 
 
-# Errors without a type of their own: of the CPU allocator; of the driver, for page-locked memory
-# and the buffers of NCCL or RCCL; of cuBLAS and similar libraries.
-
-
 def reason_not_compiled(config: Config, world: World) -> str | None:
     """What the first rank that cannot compile the blocks lacks, the same on every rank; None if
     all ranks can, or train.compile is off."""

@@ -19,7 +19,7 @@ from megafrontier.model.moe.products import describe_product
 from megafrontier.model.scaling import describe_scaling
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.world import World
-from megafrontier.partition.placement import Placement, error_levels
+from megafrontier.partition.placement import Placement
 from megafrontier.partition.rules import StateRules
 from megafrontier.pipeline.balance import describe_pipeline, stage_costs
 from megafrontier.plan.assemble import computed_with, reason_not_compiled, reason_not_float8
@@ -166,8 +166,7 @@ def _describe_formats(state: StateRules, levels: Levels) -> str:
     line = f"weights {gathered}; gradients {formats(reduce, crossed)}"
     if any(reduce[i].codec.rotates for i in crossed):
         line += ", rotated"
-    feedback = error_levels(placement, levels, wires) if state.error_feedback else []
-    if feedback:
+    if feedback := state.feedback_levels(levels):
         line += f", error feedback over {', '.join(levels.names[i] for i in feedback)}"
     return line
 
@@ -180,14 +179,6 @@ def _formats_of_work(config: Config, wires: WorkWires, levels: Levels) -> str:
         for level, (name, size) in enumerate(zip(levels.names, levels.sizes, strict=True))
         if size > 1
     )
-
-
-# Errors without a type of their own: of the CPU allocator; of the driver, for page-locked memory
-# and the buffers of NCCL or RCCL; of cuBLAS and similar libraries.
-
-
-# Errors without a type of their own: of the CPU allocator; of the driver, for page-locked memory
-# and the buffers of NCCL or RCCL; of cuBLAS and similar libraries.
 
 
 def describe_kernels(config: Config, world: World, plan: RunPlan, model: GPT) -> Iterator[str]:
