@@ -14,7 +14,7 @@ from megafrontier.plan.resolve import resolve_plan
 from megafrontier.planner.simulation.rates import UNKNOWN
 from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.training.callbacks.base import Callback
-from megafrontier.training.callbacks.save import save_trainer
+from megafrontier.training.callbacks.save import start_saving
 from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.loop import start_step, train_step
 from megafrontier.training.resume.resume import resume
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_either_kind_goes_on_as_the_other_to_the_bit(folder):
         config = runs.load(folder / "config.yaml", *always, name, *first)
         with runs.open_trainer(config, mesh) as trainer:
             train_step(trainer)
-            save_trainer(trainer)
+            start_saving(trainer).finish()
             expected = [train_step(trainer).loss for _ in range(2)]
         config = runs.load(folder / "config.yaml", *always, name, *second)
         with runs.open_trainer(config, mesh) as trainer:

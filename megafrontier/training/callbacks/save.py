@@ -49,12 +49,6 @@ def shards(trainer: Trainer) -> States:
     return engine_states(trainer.engine, trainer.unit_states)
 
 
-def save_trainer(trainer: Trainer) -> Path:
-    """Save a checkpoint of the current step; all ranks call it. Returns its folder. Raises
-    CheckpointWriteError on all ranks."""
-    return start_saving(trainer).finish()
-
-
 def start_saving(trainer: Trainer) -> PendingSave:
     """Begin to save a checkpoint of the current step; all ranks call it. Raises
     CheckpointWriteError on all ranks."""

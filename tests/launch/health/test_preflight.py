@@ -19,7 +19,7 @@ from megafrontier.launch.health.preflight import check_device, check_rank
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.plan.resolve import resolve_plan
-from megafrontier.training.callbacks.save import checkpoint_bytes, save_trainer
+from megafrontier.training.callbacks.save import checkpoint_bytes, start_saving
 from megafrontier.training.trainer import build_trainer
 from tests import runs
 
@@ -361,7 +361,7 @@ def test_a_checkpoint_is_as_large_as_estimated(config_file):
     config = runs.load(config_file, "machine=laptop")
     plan = resolve_plan(config, 1)
     trainer = build_trainer(config, plan, Mesh.single(plan.levels, torch.device("cpu")))
-    folder = save_trainer(trainer)
+    folder = start_saving(trainer).finish()
     trainer.close()
     found = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     assert found == pytest.approx(checkpoint_bytes(config, plan), rel=0.25)

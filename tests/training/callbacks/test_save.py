@@ -33,7 +33,7 @@ def test_errors_are_folded_into_a_checkpoint_outside_of_any_steps_traffic(config
             trainer.engine.ledger.take(wait=True)
             crossed = []
             watch_collectives(trainer.engine, lambda _, label: crossed.append(label))
-            saving.save_trainer(trainer)
+            saving.start_saving(trainer).finish()
             sent, _ = trainer.engine.ledger.take(wait=True)
         return {label.split()[0] for label in crossed}, sent
 

@@ -12,7 +12,7 @@ from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition import STRATEGIES
 from megafrontier.plan import assemble
 from megafrontier.plan.resolve import resolve_plan
-from megafrontier.training.callbacks.save import save_trainer, shards
+from megafrontier.training.callbacks.save import shards, start_saving
 from megafrontier.training.loop import train_step
 from megafrontier.training.resume.resume import resume
 from megafrontier.training.trainer import build_trainer
@@ -178,7 +178,7 @@ def test_errors_are_scaled_with_the_loss(config_file, tmp_path):
     def body(mesh):
         first = build(config_file, mesh, *chosen, "train.precision=fp16", "train.loss_scale=8")
         train_step(first)
-        resumed = f"checkpoint.resume={save_trainer(first)}"
+        resumed = f"checkpoint.resume={start_saving(first).finish()}"
         second = build(config_file, mesh, *chosen, "train.precision=bf16", resumed)
         resume(second, Quiet())
         pairs = zip(first.engine.units, second.engine.units, strict=True)
@@ -224,7 +224,7 @@ def test_every_strategy_loads_every_other_strategys_checkpoint(config_file, tmp_
         for trainer in trainers:
             for _ in range(2):
                 train_step(trainer)
-            save_trainer(trainer)
+            start_saving(trainer).finish()
         different = 0
         for trainer, source in product(trainers, STRATEGIES):
             path = tmp_path / source / "checkpoints" / "step-00000002"
