@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from megafrontier.launch.local import import_early
+
 COMMAND = "import sys\nfrom megafrontier import cli\nsys.exit(cli.main(sys.argv[1:]))"
 _FORKING = multiprocessing.get_context("fork")
 
@@ -30,6 +32,7 @@ class Forked:
     ) -> None:
         self._texts = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         given = (script, arguments, dict(environment), self._texts)
+        import_early()  # once, and not in each child
         gc.freeze()  # or the process's own collector would copy all there is
         self._process = _FORKING.Process(target=_run, args=given, daemon=True)
         self._process.start()
