@@ -52,7 +52,7 @@ SlurmdParameters=config_overrides
 GresTypes=gpu
 ReturnToService=1
 JobRequeue=1
-KillWait=30
+KillWait=15
 MessageTimeout=10
 SlurmdTimeout={gone}
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1

@@ -1,22 +1,31 @@
 """Jobs on the test cluster: submit the files of slurm/, watch a run, and hurt it."""
 
+import json
 import os
 import re
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from megafrontier.parallel.fault_injection import VARIABLE
 from tests import runs
 from tests.slurm.cluster import FAST, ROOT, Cluster, wait_until
 
 STEP_BYTES = 1.2e5
 """What a node sends in one step of the tiny model, about."""
-OVERRIDES = ("train.steps=24", "checkpoint.every=4", "preflight.enabled=false")
+STEPS = 24
+OVERRIDES = (
+    f"train.steps={STEPS}",
+    "train.global_batch=4",
+    "checkpoint.every=4",
+    "preflight.enabled=false",
+)
 CONFIGS = {1: "one.yaml", 2: "two.yaml"}
 """By ranks of a node."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -120,6 +129,29 @@ def _rank_of(folder: Path, wanted: dict[bytes, str]) -> int | None:
     return int(variables[b"SLURM_PROCID"]) if b"SLURM_STEP_ID" in variables else None
 
 
+class Gate:
+    """A file of the steps that a run may begin. `environment` is of the job that submits it."""
+
+    def __init__(self, path: Path, steps: int = STEPS) -> None:
+        self.path, self.opened = path, 0
+        path.touch()
+        waits = [
+            {"at": "step", "step": step, "do": "wait", "path": str(path), "message": f"<{step}>"}
+            for step in range(1, steps + 1)
+        ]
+        self.environment = {VARIABLE: json.dumps(waits)}
+
+    def let_pass(self, step: int) -> None:
+        """Let the run make all steps up to this one."""
+        with self.path.open("a") as file:
+            file.writelines(f"<{number}>" for number in range(self.opened + 1, step + 1))
+        self.opened = max(self.opened, step)
+
+    def pass_until(self, job: Job, ready: Callable[[], object], what: str, pace: float) -> None:
+        """Let the run make a step every `pace` seconds until `ready` does not say no any more."""
+        job.wait_until(lambda: ready() or self.let_pass(self.opened + 1), what, pace)
+
+
 @dataclass(frozen=True)
 class SubmittedRuns:
     """One run directory, and the jobs that train in it, with so many ranks on each node: each of
@@ -169,6 +201,10 @@ class SubmittedRuns:
     def speed_up(self) -> None:
         """As fast as the machine is again."""
         self.cluster.network.shape(FAST)
+
+    def gate(self) -> "Gate":
+        """Lets the ranks of a run make steps when the test says so."""
+        return Gate(self.directory.with_name("gate"))
 
     def wait_for_a_step_more(self, job: Job) -> None:
         """Until metrics.jsonl has grown; a start that resumes cuts it first."""

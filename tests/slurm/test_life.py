@@ -5,43 +5,45 @@ import json
 import sys
 
 from tests.slurm.cluster import ROOT
-from tests.slurm.jobs import ASKING_SECONDS, unbroken
+from tests.slurm.jobs import ASKING_SECONDS, ENDED, STEPS, unbroken
 
 
-def assert_finished(training, job, restarts):
+def assert_finished(training, job, restarts, ranks=2):
     """To the last step, by so many requeues and nobody's hand, with the losses of an unbroken run
     to the last bit."""
     assert job.ended() == "COMPLETED", job.output
     assert job.restarts == restarts, job.output
-    assert training.losses == unbroken(training.config, 2 * training.ranks_per_node)
+    assert training.losses == unbroken(training.config, ranks)
 
 
 def test_a_submitted_run_finishes(training):
     training = training.with_ranks(2)
     job = training.submit("preflight.enabled=true")
-    assert job.ended() == "COMPLETED", job.output
-    assert training.losses == unbroken(training.config, 4)
+    assert_finished(training, job, restarts=0, ranks=4)
     assert f"start 1 on {job.fields['NodeList']}" in job.output
     assert job.fields["JobName"] == "test", "the run's name"
 
 
 def test_a_run_longer_than_its_jobs_time_limit_goes_on_in_the_next(training):
-    """The first job's ranks stop when the limit is near, the second's do not stop before it."""
-    # The signal comes up to 30 s after the limit is set: the run must not be done before.
-    training.slow_down(seconds=3)
-    job = training.submit(options=("--nodes=2", "--signal=B:USR1@30"))
+    """The first job's rank stops when the limit is near, the second's does not stop before it."""
+    gate = training.gate()
+    options = ("--nodes=1", "--signal=B:USR1@30")
+    job = training.submit(options=options, **gate.environment)
+    gate.let_pass(2)
     training.wait_for_step(job, 2)
     job.let_time_run_out(60)
-    job.wait_for_restart(1)
+    # The signal comes within 30 s: the run must not be done before.
+    gate.pass_until(job, lambda: job.restarts == 1, "restart 1", pace=3.0)
     job.set_time_limit(minutes=20)
+    gate.let_pass(gate.opened + 1)
     training.wait_for_a_step_more(job)
     job.freeze_ranks()
     job.let_time_run_out(10)
     # Again and again: Slurm wakes them to let them end.
     job.wait_until(lambda: job.freeze_ranks() or job.restarts == 2, "restart 2", ASKING_SECONDS)
     job.set_time_limit(minutes=20)
-    training.speed_up()
-    assert_finished(training, job, restarts=2)
+    gate.let_pass(STEPS)
+    assert_finished(training, job, restarts=2, ranks=1)
     assert job.output.count("exit code 75, requeued") == 1
     assert job.output.count("by the time limit, requeued") == 1
 
@@ -49,22 +51,24 @@ def test_a_run_longer_than_its_jobs_time_limit_goes_on_in_the_next(training):
 def test_a_signalled_run_goes_on_without_the_bad_nodes_and_a_cancelled_one_when_submitted_again(
     training,
 ):
-    training.slow_down()
-    job = training.submit("checkpoint.every=0")
+    gate = training.gate()
+    job = training.submit("checkpoint.every=0", **gate.environment)
+    gate.let_pass(2)
     training.wait_for_step(job, 2)
     bad = job.nodes[-1]
     (training.directory / "bad-nodes.txt").write_text(f"{bad}\n{bad}\n")
     job.signal("USR1")
-    job.wait_for_restart(1)
+    gate.pass_until(job, lambda: job.restarts == 1, "restart 1", pace=1.0)
+    gate.let_pass(gate.opened + 1)
     training.wait_for_a_step_more(job)
     assert "resumed from" in job.output, "the checkpoint with which it stopped"
     assert job.fields["ExcNodeList"] == bad
     assert bad not in job.nodes
     job.cancel()
-    assert job.ended() == "CANCELLED"
+    gate.pass_until(job, lambda: job.state in ENDED, "its end", pace=1.0)
+    assert job.state == "CANCELLED"
     assert job.restarts == 1
     reached = len(training.losses)
-    training.speed_up()
     again = training.submit()
     assert_finished(training, again, restarts=0)
     assert f"at step {reached}" in again.output, "the step in hand was finished and saved"
@@ -91,7 +95,7 @@ def test_ranks_that_srun_starts_from_a_login_node_meet_on_the_first_of_their_own
 
 
 def test_probe_under_srun_finds_the_nodes_and_the_rate_between_them(cluster):
-    rate = 24e6
+    rate = 96e6
     cluster.network.shape(rate)
     where = ("--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=1")
     probe = (sys.executable, "-m", "megafrontier", "probe", "--json")

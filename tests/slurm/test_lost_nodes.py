@@ -4,18 +4,20 @@ import os
 
 import pytest
 
+from tests.slurm.jobs import STEPS
 from tests.slurm.storm import storm
 from tests.slurm.test_life import assert_finished
 
 
 def test_a_lost_node_is_noticed_and_left_for_another(training):
-    training.slow_down()
-    job = training.submit()
+    gate = training.gate()
+    job = training.submit(**gate.environment)
+    gate.let_pass(5)
     training.wait_for_step(job, 5)
     lost = job.nodes[-1]
     training.cluster.cut(lost)
+    gate.let_pass(STEPS)
     job.wait_for_restart(1)
-    training.speed_up()
     assert_finished(training, job, restarts=1)
     assert lost not in job.nodes
 
