@@ -196,6 +196,27 @@ def _plan(a: argparse.Namespace) -> None:
 
 
 @_command(
+    "train small copies of a layout here, and say which of its promises hold",
+    _CONFIG,
+    _arg("--nodes", "number of nodes; default: 1", type=int, metavar="N"),
+    _arg("--nproc", "number of ranks, in place of --nodes", type=int, metavar="N"),
+    _arg("--minutes", "begin nothing that would take longer", type=float, metavar="M"),
+    _arg("--json", "print JSON", action="store_true"),
+    _arg("--out", "default: certificate.json in the run directory", type=Path, metavar="FILE"),
+    _RANKS[1],
+)
+def _certify(a: argparse.Namespace) -> int:
+    _quiet_torch()
+    import json
+
+    from megafrontier.certify.command import BROKEN, certify_command
+
+    found = certify_command(a.config, a.overrides, a.nodes, a.nproc, a.minutes, a.out)
+    print(json.dumps(found.as_dict(), indent=1) if a.json else found)
+    return BROKEN if found.broken else 0
+
+
+@_command(
     "measure the links between ranks, the levels that they form, and the device",
     _RANKS[0],
     _arg("--machine", "machine file to compare with, by name or path", metavar="NAME"),

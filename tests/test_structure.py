@@ -83,7 +83,7 @@ FLOORS = (
     {"training"},
     {"sites"},
     {"planner"},
-    {"launch", "report", "api", "commands", "probe"},
+    {"launch", "report", "api", "commands", "probe", "certify"},
 )
 
 

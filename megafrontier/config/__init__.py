@@ -40,6 +40,7 @@ from megafrontier.config.schema import CheckpointingMode as CheckpointingMode
 from megafrontier.config.schema import Config as Config
 from megafrontier.config.schema import EvaluateConfig as EvaluateConfig
 from megafrontier.config.schema import LogConfig as LogConfig
+from megafrontier.config.schema import PreflightConfig as PreflightConfig
 from megafrontier.config.schema import RunConfig as RunConfig
 from megafrontier.config.schema import TrainConfig as TrainConfig
 from megafrontier.config.sites import SitesConfig as SitesConfig

@@ -1,0 +1,132 @@
+"""The same training without this library's engine, loss and optimizer: plain PyTorch."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from megafrontier.certify.compare import NONE, Gap, assembled, gap_of_tensors, largest
+from megafrontier.certify.miniature import STEPS
+from megafrontier.certify.runs import Tensors, TrainedRun, whole_states
+from megafrontier.checkpoint.format import BUFFER
+from megafrontier.checkpoint.load import open_checkpoint
+from megafrontier.commands.checkpoints import saved_config
+from megafrontier.config import Config
+from megafrontier.data.sampling.loader import open_loader
+from megafrontier.model.flops import parameter_specs
+from megafrontier.model.gpt import GPT
+from megafrontier.model.init import initialise
+from megafrontier.model.loss import IGNORE_INDEX
+
+
+def why_no_plain_gradient(config: Config) -> str | None:
+    """Why plain PyTorch cannot compute the losses of a model; None if it can."""
+    moe = config.model.moe
+    if config.model.prediction is not None:
+        return "the loss of model.prediction"
+    if moe is not None and (moe.balance == "loss" or moe.z_loss):
+        return "the losses of routers"
+    return None
+
+
+def why_no_plain_update(config: Config) -> str | None:
+    """Why there is no plain formula of a model's updates; None if there is."""
+    optimizer = config.optimizer
+    if optimizer.groups or config.model.scaling is not None:
+        return "optimizer.groups and model.scaling"
+    return None if optimizer.name in ("adamw", "sgd") else f"optimizer.name: {optimizer.name}"
+
+
+def initial_weights(config: Config) -> Tensors:
+    """The weights of a run of one process before its first step, flat."""
+    model = GPT(config.model)
+    initialise(model, config.run.seed)
+    return {name: p.detach().flatten() for name, p in model.named_parameters()}
+
+
+def plain_gradients(config: Config) -> Tensors:
+    """The gradients of the first step's mean loss, by autograd, flat."""
+    model = GPT(config.model)
+    initialise(model, config.run.seed)
+    loader = open_loader(config, "train", 0, 1)
+    assert loader is not None
+    tokens = 0
+    for batch in loader.step(0):
+        logits = model(batch.tokens, None, batch.documents).flatten(0, 1)
+        targets = batch.targets.flatten()
+        counted = targets != IGNORE_INDEX
+        loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        normalizers = torch.logsumexp(logits, 1)[counted]
+        (loss + config.train.z_loss * normalizers.square().sum()).backward()
+        tokens += int(counted.sum())
+    loader.close()
+    return {
+        name: p.grad.flatten() / tokens
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def gap_of_updates(run: TrainedRun, config: Config) -> Gap:
+    """How far a run of one process is from torch's optimizers, step by step from its own weights
+    and gradients."""
+    like = initial_weights(config)
+    before, found = like, [NONE]
+    parameters = {name: torch.nn.Parameter(value.clone()) for name, value in like.items()}
+    optimizer = _torch_optimizer(config, parameters)
+    for step in range(1, STEPS + 1):
+        after, _ = assembled(run.parts(step, "weights"), like)
+        gradients, _ = assembled(run.parts(step, "gradients"), like)
+        for name, parameter in parameters.items():
+            parameter.data.copy_(before[name])
+            parameter.grad = gradients[name].clone()
+        if config.train.clip_grad_norm:
+            torch.nn.utils.clip_grad_norm_(parameters.values(), config.train.clip_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = run.steps[step]["lr"]
+        if not run.steps[step].get("skipped"):
+            optimizer.step()
+        found.append(gap_of_tensors({n: p.data for n, p in parameters.items()}, after))
+        before = after
+    return largest(found)
+
+
+def _torch_optimizer(
+    config: Config, parameters: dict[str, torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    chosen, kinds = config.optimizer, parameter_specs(config.model)
+    decayed: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
+    for name, parameter in parameters.items():
+        decayed[kinds[name].kind not in chosen.no_decay].append(parameter)
+    groups = [
+        {"params": members, "weight_decay": chosen.weight_decay * has_decay}
+        for has_decay, members in decayed.items()
+        if members
+    ]
+    if chosen.name == "sgd":
+        return torch.optim.SGD(groups, lr=chosen.lr, momentum=chosen.momentum)
+    return torch.optim.AdamW(groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps)
+
+
+def losses_of_export(folder: Path, checkpoint: Path) -> tuple[float, float]:
+    """The loss of random tokens by transformers' model of an export, and by ours."""
+    from transformers import AutoModelForCausalLM  # takes seconds
+
+    opened = open_checkpoint(checkpoint)
+    config = saved_config(checkpoint)
+    ours = GPT(config.model)
+    states = whole_states(opened)
+    missing, _ = ours.load_state_dict({**states["weight"], **states.get(BUFFER, {})}, strict=False)
+    assert not missing, missing
+    theirs = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, config.model.sequence_length)
+    tokens = torch.randint(config.model.vocab_size, shape, generator=generator)
+    found = []
+    for model in (theirs, ours):
+        model.eval()
+        with torch.no_grad():
+            logits = model(tokens)
+        logits = getattr(logits, "logits", logits)
+        found.append(F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).item())
+    return found[0], found[1]

@@ -1,0 +1,258 @@
+"""The promises of a layout, and the runs of a miniature that try them."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from megafrontier.certify.certificate import Finding
+from megafrontier.certify.compare import (
+    Gap,
+    assembled,
+    gap_of_numbers,
+    gap_of_tensors,
+    largest,
+    relative_error,
+)
+from megafrontier.certify.miniature import BAD, SAVED, STEPS, Miniature
+from megafrontier.certify.plain import (
+    gap_of_updates,
+    initial_weights,
+    losses_of_export,
+    plain_gradients,
+    why_no_plain_gradient,
+    why_no_plain_update,
+)
+from megafrontier.certify.runs import Tensors, TrainedRun, run_apart, run_training
+from megafrontier.commands.convert import export_command
+from megafrontier.common.errors import UserError
+from megafrontier.config import Config
+from megafrontier.families import family_for
+from megafrontier.plan.resolve import resolve_plan
+
+BOUND = 1e-5
+"""Of relative gaps to one process, where sums have another order."""
+LIMIT_SECONDS = 150.0
+"""Of a run. A run that takes longer hangs."""
+WIRE_ERRORS = {"int4": 0.25, "int8": 0.02, "topk": 1.0, "bf16": 0.01, "fp16": 0.002}
+"""The relative error of a gradient that crosses one level in a format. Half a step of int4 is 1/14
+of the largest of a block, which for a normal distribution is about 3 deviations: 0.12."""
+PRECISION_ERRORS = {"bf16": 0.1, "fp16": 0.02, "fp32": 0.0}
+"""The relative error of the gradient of a small model that computes in a type."""
+
+EXPORT_BOUND = 1e-4
+DROPOUT = 0.2
+
+GRADIENT, RESUME = "every gradient", "resume, to the bit"
+
+
+@dataclass
+class Laboratory:
+    """Makes the runs of a certificate, each once. `folder`: gets them, and is removed by the
+    caller. `progress`: called with a line before each run."""
+
+    folder: Path
+    progress: Callable[[str], None] = lambda line: None
+    _alone: dict[str, TrainedRun] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=count)
+
+    def run(self, config: Config, ranks: int, what: str) -> TrainedRun:
+        """Raises TrialFailed."""
+        self.progress(what)
+        directory = self.folder / "runs" / str(next(self._numbers))
+        return run_training(config, ranks, directory, LIMIT_SECONDS)
+
+    def alone(self, miniature: Miniature) -> TrainedRun:
+        """The run of one process, which several miniatures may share. Raises TrialFailed."""
+        config = miniature.alone
+        if (key := repr(config)) not in self._alone:
+            self._alone[key] = self.run(config, 1, "one process")
+        return self._alone[key]
+
+    def forget(self, run: TrainedRun) -> None:
+        """Free the room of a run."""
+        shutil.rmtree(run.directory, ignore_errors=True)
+
+
+Trial = Callable[[Laboratory, Miniature], Iterator[Finding]]
+
+
+def try_reference(laboratory: Laboratory, miniature: Miniature) -> Iterator[Finding]:
+    """Whether one process computes what plain PyTorch does."""
+    run, config = laboratory.alone(miniature), miniature.alone
+    like = initial_weights(config)
+    promise, reason = "one process: gradient of plain PyTorch", why_no_plain_gradient(config)
+    if reason is None:
+        found, _ = assembled(run.parts(1, "gradients"), like)
+        gap = gap_of_tensors(found, plain_gradients(config))
+        yield _within(promise, gap)
+    else:
+        yield Finding(promise, "open", where=f"no plain formula of {reason}")
+    promise, reason = "one process: updates of torch's optimizers", why_no_plain_update(config)
+    if reason is None:
+        yield _within(promise, gap_of_updates(run, config))
+    else:
+        yield Finding(promise, "open", where=f"no plain formula of {reason}")
+
+
+def try_equality(laboratory: Laboratory, miniature: Miniature) -> Iterator[Finding]:
+    """Whether the layout computes what one process does, in fp32 over exact wires."""
+    alone = laboratory.alone(miniature)
+    run = laboratory.run(miniature.exact, miniature.mesh.ranks, "exact wires")
+    yield from compare_runs(run, alone)
+    yield from _try_move(laboratory, miniature, alone)
+    laboratory.forget(run)
+
+
+def compare_runs(run: TrainedRun, alone: TrainedRun) -> Iterator[Finding]:
+    """Losses, gradients, weights and states of a run beside those of one process."""
+    yield _within("losses", _gap_of_metrics(run, alone, "loss", "prediction_loss", "z_loss"))
+    yield _within("gradient norm", _gap_of_metrics(run, alone, "grad_norm"))
+    yield _within("tokens and learning rates", _gap_of_metrics(run, alone, *_SAME), 0.0)
+    like = alone.final["weight"]
+    gaps, between = [], []
+    for step in range(1, STEPS + 1):
+        expected, _ = assembled(alone.parts(step, "gradients"), like)
+        found, apart = assembled(run.parts(step, "gradients"), like)
+        gaps.append(gap_of_tensors(found, expected))
+        between += [apart, assembled(run.parts(step, "weights"), like)[1]]
+    yield _within(GRADIENT, largest(gaps))
+    yield _within("copies on several ranks, to the bit", largest(between), 0.0)
+    yield _within("weights and states", _gap_of_states(run.final, alone.final))
+    yield _within("evaluation", _gap_of_evaluations(run, alone))
+    changed = [name for record in run.records(BAD) for name in record["changed"]]
+    was_skipped = all(record["skipped"] for record in run.records(BAD))
+    where = ", ".join(changed[:3]) if was_skipped else "the step was not skipped"
+    figure = float(len(changed) + (not was_skipped))
+    yield Finding.within("a step that is skipped changes nothing", figure, 0.0, where)
+
+
+_SAME = ("tokens", "lr")
+
+
+def _try_move(laboratory: Laboratory, miniature: Miniature, alone: TrainedRun) -> Iterator[Finding]:
+    """Whether a checkpoint of one process goes on in the layout, with the same results."""
+    config = miniature.exact
+    config.checkpoint.resume = str(alone.checkpoint(SAVED))
+    run = laboratory.run(config, miniature.mesh.ranks, "resume from another layout")
+    yield _within("resume on another layout", _gap_after_resume(run, alone))
+    laboratory.forget(run)
+
+
+def _gap_after_resume(run: TrainedRun, whole: TrainedRun) -> Gap:
+    losses = {f"loss of step {s}": line["loss"] for s, line in run.steps.items()}
+    expected = {f"loss of step {s}": whole.steps[s]["loss"] for s in range(SAVED + 1, STEPS + 1)}
+    return largest([gap_of_numbers(losses, expected), _gap_of_states(run.final, whole.final)])
+
+
+def _gap_of_metrics(run: TrainedRun, other: TrainedRun, *names: str) -> Gap:
+    """Of what metrics.jsonl says of the steps. The norm of the spoiled step is not finite."""
+
+    def numbers(of: TrainedRun) -> dict[str, float]:
+        return {
+            f"{name} of step {step}": float(line[name])
+            for step, line in of.steps.items()
+            for name in names
+            if name in line and not (step == BAD and name == "grad_norm")
+        }
+
+    return gap_of_numbers(numbers(run), numbers(other))
+
+
+def _gap_of_evaluations(run: TrainedRun, other: TrainedRun) -> Gap:
+    def numbers(of: TrainedRun) -> dict[str, float]:
+        return {
+            f"{name} after step {step}": value
+            for step, losses in of.valid_losses.items()
+            for name, value in losses.items()
+        }
+
+    return gap_of_numbers(numbers(run), numbers(other))
+
+
+def _gap_of_states(found: dict[str, Tensors], expected: dict[str, Tensors]) -> Gap:
+    """Of all states of two checkpoints."""
+    if found.keys() != expected.keys():
+        return Gap(float("inf"), f"states {sorted(found.keys() ^ expected.keys())}")
+    gaps = [(state, gap_of_tensors(found[state], expected[state])) for state in expected]
+    return largest(Gap(gap.value, f"{state} of {gap.where}") for state, gap in gaps)
+
+
+def _within(promise: str, gap: Gap, bound: float = BOUND) -> Finding:
+    return Finding.within(promise, gap.value, bound, gap.where)
+
+
+def try_configured(laboratory: Laboratory, miniature: Miniature) -> Iterator[Finding]:
+    """Whether the layout keeps its bounds with its own precision and wires, and resumes to the
+    bit."""
+    alone, config, ranks = laboratory.alone(miniature), miniature.config, miniature.mesh.ranks
+    run = laboratory.run(config, ranks, "as configured")
+    like = alone.final["weight"]
+    expected, _ = assembled(alone.parts(1, "gradients"), like)
+    found, _ = assembled(run.parts(1, "gradients"), like)
+    bound = BOUND + bound_of_wires(config, ranks)
+    error = relative_error(found, expected)
+    yield Finding.within("gradient over the configured wires", error, bound, "relative norm")
+    again = deepcopy(config)
+    again.checkpoint.resume = str(run.checkpoint(SAVED))
+    later = laboratory.run(again, ranks, "resume")
+    yield _within(RESUME, _gap_after_resume(later, run), 0.0)
+    laboratory.forget(later)
+    laboratory.forget(run)
+
+
+def bound_of_wires(config: Config, ranks: int) -> float:
+    """The stated bound of the relative error of a gradient: the sum over all levels and formats
+    that a message crosses."""
+    plan = resolve_plan(config, ranks)
+    formats = [
+        wire.codec.name
+        for rules in (plan.default, plan.experts)
+        for wires in (rules.wires.gather, rules.wires.reduce)
+        for wire in wires
+        if not wire.is_delta
+    ]
+    own = [plan.activations, plan.tokens]
+    formats += [codec.name for wires in own for codec in wires.codecs if codec is not None]
+    precision = PRECISION_ERRORS[config.train.precision]
+    return precision + sum(WIRE_ERRORS.get(name, 0.0) for name in formats)
+
+
+def try_dropout(laboratory: Laboratory, miniature: Miniature) -> Iterator[Finding]:
+    """Whether each rank drops other values, and a resumed run the same ones again."""
+    config, ranks = miniature.exact, miniature.mesh.ranks
+    config.model.dropout = DROPOUT
+    run = laboratory.run(config, ranks, "dropout")
+    drawn = [state for record in run.records(1) for state in record["dropout"]]
+    repeated = len(drawn) - len(set(drawn))
+    where = "ranks that draw the masks of another" if drawn else "no mask was drawn"
+    figure = float(repeated if drawn else 1)
+    yield Finding.within("dropout: other masks on each rank", figure, 0.0, where)
+    config.checkpoint.resume = str(run.checkpoint(SAVED))
+    later = laboratory.run(config, ranks, "dropout, resumed")
+    yield _within("dropout: resume, to the bit", _gap_after_resume(later, run), 0.0)
+    for old in (run, later):
+        laboratory.forget(old)
+
+
+def try_export(laboratory: Laboratory, miniature: Miniature) -> Iterator[Finding]:
+    """Whether transformers opens an export, and computes the same loss."""
+    promise, run = "export: transformers computes the same loss", laboratory.alone(miniature)
+    try:
+        family_for(miniature.config.model)
+    except UserError as error:
+        yield Finding(promise, "open", where=str(error))
+        return
+    laboratory.progress("export")
+    out, result = laboratory.folder / "export", laboratory.folder / "export.json"
+
+    def export() -> None:
+        export_command(run.checkpoint(STEPS), out, "fp32")
+        result.write_text(json.dumps(losses_of_export(out, run.checkpoint(STEPS))))
+
+    run_apart(export, laboratory.folder / "export.log", LIMIT_SECONDS)
+    found, expected = json.loads(result.read_text())
+    yield _within(promise, gap_of_numbers({"loss": found}, {"loss": expected}), EXPORT_BOUND)

@@ -1,0 +1,54 @@
+"""Certificates of real runs: of the code as it is, and of code that is broken on purpose."""
+
+import json
+
+import pytest
+
+from megafrontier.certify.command import certify
+from megafrontier.common.errors import UserError
+from megafrontier.parallel.mesh import Mesh
+from megafrontier.pipeline.work import Work
+from tests import runs
+
+SPLIT = ("parallel.tensor=2", "machine.levels.pair.size=2", "machine.levels.node.size=1")
+
+
+@pytest.fixture
+def config(tmp_path):
+    return runs.load(runs.make_config_file(tmp_path), *SPLIT)
+
+
+def test_a_certificate_of_tensor_and_data_parallel_ranks_is_green(config, tmp_path):
+    found = certify(config, 4, broken=tmp_path / "broken")
+    assert found.broken == []
+    proved = [finding.promise for finding in found.promises if finding.status == "proved"]
+    assert len(proved) >= 14, str(found)
+    assert list(tmp_path.glob("broken*")) == []
+
+
+def test_a_loss_that_each_tensor_rank_counts_is_found_with_its_axis(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(Mesh, "counts_loss", True)
+    found = certify(config, 4, broken=tmp_path / "broken")
+    promises = [finding.promise for finding in found.broken]
+    assert "losses" in promises
+    blamed = next(finding for finding in found.broken if finding.cause)
+    assert blamed.cause == "holds without tensor 2 in pair"
+    assert blamed.command == f"megafrontier certify {tmp_path}/broken-1.yaml --nproc 2"
+    again = certify(runs.load(tmp_path / "broken-1.yaml"), 2)
+    assert "losses" in [finding.promise for finding in again.broken]
+    assert json.dumps(again.as_dict())
+
+
+def test_a_run_that_fails_is_a_broken_promise_with_its_last_line(config, tmp_path, monkeypatch):
+    def fail(self, *_):
+        raise UserError("no work")
+
+    monkeypatch.setattr(Work, "__init__", fail)
+    found = certify(config, 2)
+    assert any("no work" in finding.where for finding in found.broken)
+
+
+@pytest.mark.fast
+def test_a_config_that_cannot_run_is_refused(config):
+    with pytest.raises(UserError, match=r"parallel\.tensor"):
+        certify(config, 3)
