@@ -39,6 +39,7 @@ from megafrontier.config import Config, load_config, load_machine
 from megafrontier.launch.local import import_early
 from megafrontier.plan.footprint import GIB
 from megafrontier.plan.refuse import check_layout
+from megafrontier.plan.resolve import RunPlan
 from megafrontier.planner.auto import choose_layout
 from megafrontier.planner.command import ranks_per_node
 
@@ -82,6 +83,7 @@ def certify(
     minutes: float | None = None,
     progress: Callable[[str], None] = lambda line: None,
     broken: Path | None = None,
+    until_broken: bool = False,
 ) -> Certificate:
     """Try every promise of a layout.
 
@@ -89,6 +91,8 @@ def certify(
     progress: called with a line before each run.
     broken: the start of the names of configurations that show a broken promise alone; None: none
         are written, and no cause is looked for.
+    until_broken: stop at the first broken promise, and plan nothing: whether one is broken is all
+        that the caller wants to know.
 
     Raises UserError for a configuration that cannot run, and a machine with too little memory.
     """
@@ -110,12 +114,17 @@ def certify(
         write_corpora(miniatures[0].config)
         laboratory = Laboratory(folder)
         clock = _Clock(begin, minutes, progress)
-        scale = ForkedBody(lambda: write_scale(config, plan, folder / "scale.json"), folder / "log")
+        scale = None if until_broken else _start_scale(config, plan, folder)
         for what, trial, miniature in clock.limited(_trials(config, miniatures), certificate):
             laboratory.progress = clock.of(what)
-            certificate.findings += _try(what, trial, laboratory, miniature)
-        certificate.findings += _scale(scale, folder / "scale.json")
+            for finding in _try(what, trial, laboratory, miniature):
+                certificate.findings.append(finding)
+                if until_broken and finding.status == "broken":
+                    return certificate
+        if scale is not None:
+            certificate.findings += _read_scale(scale, folder)
         if broken is not None:
+            laboratory.progress = clock.of("cause of a broken promise")
             certificate.findings = list(blame(certificate.findings, miniatures, laboratory, broken))
     certificate.left_out += [change for m in miniatures[:1] for change in m.changes]
     certificate.seconds = time.monotonic() - begin
@@ -180,12 +189,16 @@ def _try(
         yield Finding(f"runs end well: {what}", "broken", where=str(error), mesh=mesh)
 
 
-def _scale(body: ForkedBody, path: Path) -> list[Finding]:
+def _start_scale(config: Config, plan: RunPlan, folder: Path) -> ForkedBody:
+    return ForkedBody(lambda: write_scale(config, plan, folder / "scale.json"), folder / "log")
+
+
+def _read_scale(body: ForkedBody, folder: Path) -> list[Finding]:
     try:
         body.wait(SCALE_SECONDS)
     except TrialFailed as error:
         return [Finding("memory and time in full size", "open", where=str(error))]
-    return read_scale(path)
+    return read_scale(folder / "scale.json")
 
 
 @dataclass

@@ -28,10 +28,10 @@ from megafrontier.plan.resolve import RunPlan
 
 T = TypeVar("T")
 
-STEPS = 5
+STEPS = 4
 SAVED = 2
 """The step of the checkpoint that runs resume from."""
-BAD = 4
+BAD = 3
 """The step whose gradient is made not finite, so that it must be skipped."""
 RECORDER = "megafrontier.certify.recorder.Recorder"
 LEARNING_RATE = 0.01
@@ -85,7 +85,9 @@ def make_miniatures(config: Config, plan: RunPlan, folder: Path, most: int) -> l
     segments = segments_of(plan.shape)
     splits = SmallSplits.of(segments, config.parallel.stages_per_rank)
     meshes = small_meshes(segments, most)
-    batch = 24 if any(mesh.ranks % 3 == 0 for mesh in meshes) else 16
+    batch = 12 if any(mesh.ranks % 3 == 0 for mesh in meshes) else 8
+    if _accumulates(config, plan):
+        batch *= max(1, 2 * max(mesh.data_ranks for mesh in meshes) // batch)
     shrunk = Shrunk(config, plan, _shrink(config, splits, folder), batch)
     return [shrunk.on(mesh) for mesh in meshes]
 
@@ -116,7 +118,7 @@ def _shrink(config: Config, splits: SmallSplits, folder: Path) -> Config:
     small.checkpoint = CheckpointConfig(
         every=SAVED, minutes=0, keep=0, asynchronous=config.checkpoint.asynchronous
     )
-    small.evaluate = EvaluateConfig(every=SAVED, batches=2)
+    small.evaluate = EvaluateConfig(every=SAVED, batches=1)
     small.log, small.preflight = LogConfig(callbacks=[RECORDER]), PreflightConfig(enabled=False)
     if small.parallel.layers and splits.stages > 1:
         small.parallel.layers = small_stages(config.parallel.layers, splits.stages)
@@ -197,8 +199,8 @@ class Shrunk:
     def _fit_batch(self, fitted: Config, mesh: SmallMesh) -> None:
         """Micro-batches of one or more sequences, and one or more of them, as the large run has."""
         train, given, shape = fitted.train, self.large.train, self.plan.shape
-        accumulates = given.global_batch > given.micro_batch * shape.over(("data",)).ranks
-        is_single = given.micro_batch == 1 or (accumulates and mesh.data_ranks == 8)
+        least = mesh.data_ranks * (2 if _accumulates(self.large, self.plan) else 1)
+        is_single = given.micro_batch == 1 or self.batch < 2 * least
         train.global_batch, train.micro_batch = self.batch, 1 if is_single else 2
         tokens = train.micro_batch * LENGTH // mesh.splits.context
         whole = given.micro_batch * self.large.model.sequence_length // shape.splits.context
@@ -206,6 +208,12 @@ class Shrunk:
         train.loss_chunk_tokens = 5 * tokens // 8 if is_chunked else given.loss_chunk_tokens
         if given.batch_warmup is not None:
             train.batch_warmup = BatchWarmupConfig(self.batch // 2, self.batch // 2, SAVED)
+
+
+def _accumulates(config: Config, plan: RunPlan) -> bool:
+    """Whether a rank has several micro-batches in a step."""
+    train = config.train
+    return train.global_batch > train.micro_batch * plan.shape.over(("data",)).ranks
 
 
 def _small_machine(config: Config, mesh: SmallMesh) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def losses_of_export(folder: Path, checkpoint: Path) -> tuple[float, float]:
     states = whole_states(opened)
     missing, _ = ours.load_state_dict({**states["weight"], **states.get(BUFFER, {})}, strict=False)
     assert not missing, missing
-    theirs = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     shape = (2, config.model.sequence_length)
     tokens = torch.randint(config.model.vocab_size, shape, generator=generator)

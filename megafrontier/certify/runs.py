@@ -144,6 +144,7 @@ def _run_and_exit(body: Callable[[], int | None], log: Path, parent: int) -> Non
     try:
         os.setpgid(0, 0)
         die_with_parent(parent)
+        os.environ["OMP_NUM_THREADS"] = "1"  # small products gain nothing from more
         with open(log, "wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
