@@ -11,6 +11,7 @@ A batch file runs this before it starts a thousand ranks. Exit code 2 and one li
 """
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megafrontier.common.errors import UserError, exit_on_fatal_error
@@ -33,6 +34,7 @@ def describe(arguments: argparse.Namespace) -> list[str]:
         return lines
     if per_host is not None:
         # torch takes seconds to import
+        from megafrontier.certify.certificate import describe_certificate
         from megafrontier.plan.describe import describe_run
         from megafrontier.plan.saves import describe_saves
         from megafrontier.planner.checks import check_ranks
@@ -47,6 +49,7 @@ def describe(arguments: argparse.Namespace) -> list[str]:
             lines += chosen
         plan = check_ranks(config, ranks)
         lines += [*describe_run(config, plan), *missing(config, plan)]
+        lines.append(describe_certificate(Path(config.run.directory), config, ranks))
         if arguments.submitting:
             from megafrontier.planner.command import predict
 

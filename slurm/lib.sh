@@ -55,6 +55,7 @@ fi
 package=$home # the folder that ranks import megafrontier from
 dry_run=${DRY_RUN:-}
 [ "$dry_run" != 0 ] || dry_run=
+certify= # whether to certify the layout before it is submitted
 seconds=${MEGAFRONTIER_UNPACK_SECONDS:-1800}
 # Start a command with the stop signal ignored, because the signal may arrive before a rank has
 # installed its handler.
@@ -66,7 +67,7 @@ show_help() {
     exit 0
 }
 
-# Split the words into leading `options` (of sbatch, and --dry-run), a word each, and `arguments`.
+# Split the words into leading `options` (of sbatch, --dry-run and --certify), a word each, and `arguments`.
 # The value of a long option follows `=`, that of a short one may follow a blank.
 split_options() {
     options=()
@@ -75,6 +76,7 @@ split_options() {
             :) fail "heterogeneous job (\`:\` between options): ranks run on its first part alone," \
                 "need one part" ;;
             --dry-run) dry_run=1 ;;
+            --certify) certify=1 ;;
             --help | -h) show_help ;;
             -[HIOQVWksuv]) options+=("$1") ;; # these take no value
             -?)

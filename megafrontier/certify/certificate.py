@@ -9,8 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from megafrontier.common.files import write_atomically
 from megafrontier.config import Config, config_to_dict
 
@@ -163,7 +161,7 @@ def _digest(data: bytes) -> str:
 
 
 def versions() -> dict[str, str]:
-    return {"megafrontier": version("megafrontier"), "torch": torch.__version__}
+    return {"megafrontier": version("megafrontier"), "torch": version("torch")}
 
 
 def describe_certificate(directory: Path, config: Config, ranks: int) -> str:

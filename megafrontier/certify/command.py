@@ -96,14 +96,13 @@ def certify(
 
     Raises UserError for a configuration that cannot run, and a machine with too little memory.
     """
-    given = config
     config, _ = choose_layout(config, ranks)
     plan = check_layout(config, ranks)
     most = _most_ranks(ranks)
     certificate = Certificate(
         config.run.name,
         ranks,
-        hash_of_config(given),
+        hash_of_config(config),
         hash_of_code(),
         versions(),
         datetime.now(UTC).isoformat(timespec="seconds"),

@@ -12,6 +12,7 @@ import numpy as np
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config
+from megafrontier.report.certificates import certificate_rows
 from megafrontier.report.experts import expert_rows
 from megafrontier.report.predicted import predicted_rows
 from megafrontier.report.read import Run, all_levels, levels_of, read_runs, strategy_of
@@ -285,6 +286,7 @@ def _table(runs: Sequence[Run]) -> str:
             if any(shown):
                 rows[f"{level}: {kind}"] = shown
     rows |= predicted_rows(runs, short)
+    rows |= certificate_rows(runs)
     heads = "".join(f"<th>{html.escape(run.label)}</th>" for run in runs)
     body = ""
     for title, shown in rows.items():

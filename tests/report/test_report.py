@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from megafrontier.certify.certificate import FILE_NAME, Certificate, Finding
 from megafrontier.cli import main
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, save_config
@@ -138,6 +139,18 @@ def test_results_of_tasks_and_named_corpora_are_rows_with_their_newest_value(mak
     text = page.read_text()
     assert "<td>arc: acc</td><td>0.2000</td>" in text
     assert "<td>validation loss of wiki</td><td>2.5000</td>" in text
+
+
+def test_a_certificate_in_the_run_directory_is_shown_with_its_promises(make_run):
+    run = make_run("a", steps(3), "certified")
+    findings = [Finding.within("every gradient", 1.25e-07, 1e-5), Finding("export", "open")]
+    made = Certificate("certified", 8, "other", "code", {}, "2026-11-28", findings)
+    made.write(run / FILE_NAME)
+    text = write_report([run]).read_text()
+    for shown in ("of 2026-11-28, of another config", "proved, 1.25e-07 of 1e-05", "open"):
+        assert f"{shown}" in text
+    (run / FILE_NAME).write_text("{")
+    assert "not readable" in write_report([run]).read_text()
 
 
 def test_a_half_written_last_line_is_left_out(make_run):

@@ -74,6 +74,17 @@ def test_a_dry_run_shows_what_would_be_submitted_and_run():
     assert wires.startswith("wires: weights ")
 
 
+def test_certify_comes_before_the_submission_and_the_runs_certificate_is_named():
+    words = (TRAIN, "--dry-run", "--certify", "--nodes=48", CONFIG, "train.steps=100000")
+    done = call(*words, MEGAFRONTIER_CLUSTER="frontier")
+    assert done.returncode == 0, done.stderr
+    certify = f"-m megafrontier certify {CONFIG} --nodes 48 train.steps=100000"
+    assert certify in done.stderr
+    assert "\ncertificate: none" in done.stderr
+    done = call(TRAIN, "--dry-run", "--certify", CONFIG, MEGAFRONTIER_CLUSTER="frontier")
+    assert (done.returncode, "--nodes: not given" in done.stderr) == (2, True)
+
+
 NEVER = ("machine=frontier", "checkpoint.every=0", "checkpoint.minutes=0")
 """Saves only at the end."""
 
