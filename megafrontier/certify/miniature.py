@@ -55,26 +55,31 @@ class Miniature:
 
     @property
     def exact(self) -> Config:
-        """In fp32 over exact wires."""
-        config = deepcopy(self.config)
-        config.train.precision, config.partition.wires = "fp32", WiresConfig()
-        config.partition.error_feedback = None
-        if config.partition.experts is not None:
-            config.partition.experts.wires = None
-        return config
+        return exact(self.config)
 
     @property
     def alone(self) -> Config:
-        """The same training in one process: no splits, nothing recomputed, no overlap."""
-        config, train = self.exact, self.config.train
-        config.machine = {"levels": {"world": {}}, "device": {"name": "cpu"}}
-        config.parallel, config.partition = ParallelConfig(), PartitionConfig(overlap="none")
-        config.train = replace(
-            config.train,
-            micro_batch=train.global_batch // 2,
-            activation_checkpointing="none",
-        )
-        return config
+        return alone(self.config)
+
+
+def exact(config: Config) -> Config:
+    """A small configuration in fp32 over exact wires."""
+    config = deepcopy(config)
+    config.train.precision, config.partition.wires = "fp32", WiresConfig()
+    config.partition.error_feedback = None
+    if config.partition.experts is not None:
+        config.partition.experts.wires = None
+    return config
+
+
+def alone(config: Config) -> Config:
+    """The same training in one process: no splits, nothing recomputed, no overlap."""
+    config = exact(config)
+    config.machine = {"levels": {"world": {}}, "device": {"name": "cpu"}}
+    config.parallel, config.partition = ParallelConfig(), PartitionConfig(overlap="none")
+    config.train.micro_batch = config.train.global_batch // 2
+    config.train.activation_checkpointing = "none"
+    return config
 
 
 def make_miniatures(config: Config, plan: RunPlan, folder: Path, most: int) -> list[Miniature]:

@@ -44,27 +44,26 @@ def initial_weights(config: Config) -> Tensors:
     return {name: p.detach().flatten() for name, p in model.named_parameters()}
 
 
-def plain_gradients(config: Config) -> Tensors:
-    """The gradients of the first step's mean loss, by autograd, flat."""
+def plain_gradients(config: Config) -> tuple[float, Tensors]:
+    """The first step's mean loss, and its gradients with the z-loss, by autograd, flat."""
     model = GPT(config.model)
     initialise(model, config.run.seed)
     loader = open_loader(config, "train", 0, 1)
     assert loader is not None
-    tokens = 0
+    tokens, total = 0, 0.0
     for batch in loader.step(0):
         logits = model(batch.tokens, None, batch.documents).flatten(0, 1)
         targets = batch.targets.flatten()
         counted = targets != IGNORE_INDEX
         loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
         normalizers = torch.logsumexp(logits, 1)[counted]
+        total += loss.item()
         (loss + config.train.z_loss * normalizers.square().sum()).backward()
         tokens += int(counted.sum())
     loader.close()
-    return {
-        name: p.grad.flatten() / tokens
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
+    named = model.named_parameters()
+    gradients = {name: p.grad.flatten() / tokens for name, p in named if p.grad is not None}
+    return total / tokens, gradients
 
 
 def gap_of_updates(run: TrainedRun, config: Config) -> Gap:
