@@ -108,7 +108,7 @@ def certify(
         datetime.now(UTC).isoformat(timespec="seconds"),
     )
     begin = time.monotonic()
-    with _folder() as folder, _one_thread():
+    with _folder() as folder, computing_alone():
         miniatures = make_miniatures(config, plan, folder, most)
         write_corpora(miniatures[0].config)
         laboratory = Laboratory(folder)
@@ -149,7 +149,7 @@ def _folder() -> Iterator[Path]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def computing_alone() -> Iterator[None]:
     """Compute on one thread, because this process forks ranks, and import once for all of them."""
     import_early()
     threads = torch.get_num_threads()

@@ -1,6 +1,7 @@
 """The promises of a layout, and the runs of a miniature that try them."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -143,14 +144,17 @@ def _try_move(laboratory: Laboratory, miniature: Miniature, alone: TrainedRun) -
     config = miniature.exact
     config.checkpoint.resume = str(alone.checkpoint(SAVED))
     run = laboratory.run(config, miniature.mesh.ranks, "resume from another layout")
-    yield _within("resume on another layout", _gap_after_resume(run, alone))
+    yield compare_after_resume("resume on another layout", run, alone)
     laboratory.forget(run)
 
 
-def _gap_after_resume(run: TrainedRun, whole: TrainedRun) -> Gap:
-    losses = {f"loss of step {s}": line["loss"] for s, line in run.steps.items()}
-    expected = {f"loss of step {s}": whole.steps[s]["loss"] for s in range(SAVED + 1, STEPS + 1)}
-    return largest([gap_of_numbers(losses, expected), _gap_of_states(run.final, whole.final)])
+def compare_after_resume(
+    promise: str, run: TrainedRun, whole: TrainedRun, bound: float = BOUND
+) -> Finding:
+    """Losses and states of a run from step `SAVED` on beside those of a whole run."""
+    expected = {name: value for name, value in _losses(whole).items() if name > f"step {SAVED}"}
+    gaps = [gap_of_numbers(_losses(run), expected), _gap_of_states(run.final, whole.final)]
+    return _within(promise, largest(gaps), bound)
 
 
 def _gap_of_metrics(run: TrainedRun, other: TrainedRun, *names: str) -> Gap:
@@ -158,7 +162,7 @@ def _gap_of_metrics(run: TrainedRun, other: TrainedRun, *names: str) -> Gap:
 
     def numbers(of: TrainedRun) -> dict[str, float]:
         return {
-            f"{name} of step {step}": float(line[name])
+            f"{name} of step {step}": _number(line[name])
             for step, line in of.steps.items()
             for name in names
             if name in line and not (step == BAD and name == "grad_norm")
@@ -167,10 +171,19 @@ def _gap_of_metrics(run: TrainedRun, other: TrainedRun, *names: str) -> Gap:
     return gap_of_numbers(numbers(run), numbers(other))
 
 
+def _losses(run: TrainedRun) -> dict[str, float]:
+    return {f"step {step}": _number(line["loss"]) for step, line in run.steps.items()}
+
+
+def _number(value: float | None) -> float:
+    """A metric; null stands for one that is not finite."""
+    return math.nan if value is None else float(value)
+
+
 def _gap_of_evaluations(run: TrainedRun, other: TrainedRun) -> Gap:
     def numbers(of: TrainedRun) -> dict[str, float]:
         return {
-            f"{name} after step {step}": value
+            f"{name} after step {step}": _number(value)
             for step, losses in of.valid_losses.items()
             for name, value in losses.items()
         }
@@ -204,7 +217,7 @@ def try_configured(laboratory: Laboratory, miniature: Miniature) -> Iterator[Fin
     again = deepcopy(config)
     again.checkpoint.resume = str(run.checkpoint(SAVED))
     later = laboratory.run(again, ranks, "resume")
-    yield _within(RESUME, _gap_after_resume(later, run), 0.0)
+    yield compare_after_resume(RESUME, later, run, 0.0)
     laboratory.forget(later)
     laboratory.forget(run)
 
@@ -238,7 +251,7 @@ def try_dropout(laboratory: Laboratory, miniature: Miniature) -> Iterator[Findin
     yield Finding.within("dropout: other masks on each rank", figure, 0.0, where)
     config.checkpoint.resume = str(run.checkpoint(SAVED))
     later = laboratory.run(config, ranks, "dropout, resumed")
-    yield _within("dropout: resume, to the bit", _gap_after_resume(later, run), 0.0)
+    yield compare_after_resume("dropout: resume, to the bit", later, run, 0.0)
     for old in (run, later):
         laboratory.forget(old)
 

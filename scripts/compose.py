@@ -1,0 +1,254 @@
+"""Random models on random layouts, stopped and continued on others, beside one process.
+
+    python -m scripts.compose --seed 1 --cases 300 --out compose.jsonl
+
+A case is a random model, optimizer and data, and two random layouts of up to 8 local CPU ranks. It
+trains on the first, and goes on from that run's checkpoint on the second. Both must give one
+process's losses, gradients, states and evaluations (`megafrontier.certify`). Each case is a line of
+JSON. Cases that are in the file already are not run again. The exit code is 1 if any case has a
+gap, fails or does not end.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megafrontier.certify.certificate import Finding, worst
+from megafrontier.certify.command import computing_alone
+from megafrontier.certify.miniature import RECORDER, SAVED, STEPS, alone, exact
+from megafrontier.certify.promises import compare_after_resume, compare_runs
+from megafrontier.certify.runs import TrialFailed, run_training, write_corpora
+from megafrontier.common.errors import UserError
+from megafrontier.config import Config, config_from_dict
+from megafrontier.plan.refuse import check_layout
+
+LIMIT_SECONDS = 200.0
+MANY_TRIES = 500
+
+Choices = Mapping[str, list[Any]]
+
+MODEL: Choices = {
+    "layers": [2, 3, 4],
+    "kv_heads": [None, 1, 2],
+    "norm": ["layernorm", "rmsnorm"],
+    "norm_position": ["before", "before", "after", "both"],
+    "activation": ["gelu", "swiglu", "geglu"],
+    "position": ["learned", "rotary", "rotary"],
+    "rotary_fraction": [1.0, 1.0, 0.5],
+    "parallel_residual": [False, False, True],
+    "tie_embeddings": [False, True],
+    "bias": [True, False],
+    "qk_norm": ["none", "none", "head", "full"],
+    "logit_softcap": [None, None, 20.0],
+    "vocab_size": [61, 64],
+    "attention": [
+        {},
+        {},
+        {"window": 9},
+        {"window": 9, "global_every": 2},
+        {"softcap": 20.0},
+        {"sinks": True},
+        {"latent": {"query": 12, "key_value": 8, "rope_size": 4, "nope_size": 4, "value_size": 6}},
+    ],
+    "moe": [
+        None,
+        None,
+        {"experts": 8, "active": 2, "ffn_hidden": 24, "bias_rate": 0.01},
+        {"experts": 8, "active": 2, "ffn_hidden": 24, "balance": "loss", "z_loss": 0.01},
+        {"experts": 8, "active": 3, "ffn_hidden": 24, "shared_experts": 1, "router": "sigmoid",
+         "groups": {"number": 4, "active": 2, "best": 2}, "first": 1},
+        {"experts": 4, "active": 1, "ffn_hidden": 24, "every": 2, "balance": "none"},
+    ],
+    "prediction": [None, None, None, {"coefficient": 0.3}],
+}  # fmt: skip
+TRAINING: Choices = {
+    "train.z_loss": [0.0, 0.01],
+    "train.clip_grad_norm": [0.0, 1.0],
+    "train.batch_warmup": [None, None, {"start": 12, "step_by": 12, "until": 2}],
+    "train.loss_chunk_tokens": [20, 1024],
+    "optimizer.name": ["adamw", "adamw", "sgd"],
+    "optimizer.ema": [0.0, 0.5],
+    "optimizer.groups": [
+        [],
+        [],
+        [{"match": "matrix:blocks.*", "name": "muon", "lr": 0.01}],
+        [{"match": "embedding", "lr": 0.003, "weight_decay": 0.05}],
+    ],
+    "schedule.warmup_steps": [0, 2],
+    "data.document_mask": [False, True],
+    "data.packing": ["none", "none", "best_fit"],
+}
+LAYOUT: Choices = {
+    "train.micro_batch": [1, 1, 2],
+    "train.activation_checkpointing": ["none", "block", "selective", "offload"],
+    "parallel.tensor": [1, 1, 2, 4],
+    "parallel.context": [1, 1, 2, 4],
+    "parallel.expert": [1, 2, 4],
+    "parallel.token_pieces": [1, 1, 2],
+    "parallel.pipeline": [1, 1, 2, 4],
+    "parallel.stages_per_rank": [1, 1, 2],
+    "parallel.schedule": ["1f1b", "interleaved", "zero_bubble"],
+    "partition.strategy": ["ddp", "zero1", "zero2", "zero3", "mics", "hpz", "topo", None],
+    "partition.overlap": ["none", "safe", "full"],
+    "partition.prefetch": [0, 1, 3],
+    "partition.overlap_update": [False, False, True],
+    "partition.offload.optimizer": ["none", "none", "cpu"],
+    "partition.weights_copy": [True, True, False],
+    "checkpoint.asynchronous": [False, True],
+}
+LEVELS = {
+    2: [[2], [1, 2], [2, 1]],
+    4: [[4], [2, 2], [1, 4]],
+    6: [[6], [2, 3], [3, 2]],
+    8: [[8], [2, 4], [2, 2, 2], [4, 2]],
+}
+FREE = ("none", "pair", "node", "world")
+"""Levels of a placement without a strategy: weights, gradients and optimizer ascend."""
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--cases", type=int, default=300)
+    arguments.add_argument("--out", type=Path, default=Path("compose.jsonl"))
+    given = arguments.parse_args()
+    done = finished(given.out)
+    with computing_alone(), given.out.open("a") as file:
+        for number in range(given.cases):
+            key = f"{given.seed}-{number}"
+            if key in done:
+                continue
+            done[key] = run_case(key)
+            file.write(json.dumps(done[key]) + "\n")
+            file.flush()
+            print(f"{key}: {done[key]['status']} {done[key]['worst']}", flush=True)
+    return int(any(line["status"] != "proved" for line in done.values()))
+
+
+def finished(path: Path) -> dict[str, dict[str, Any]]:
+    """The lines of earlier runs, by case."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {line["case"]: line for line in map(json.loads, lines)}
+
+
+def run_case(key: str) -> dict[str, Any]:
+    """Run a case, and say what was found."""
+    begin, dice = time.monotonic(), random.Random(key)
+    folder = Path(tempfile.mkdtemp(prefix="compose-"))
+    try:
+        values, layouts = draw(dice, folder)
+        line = {"case": key, "values": values, "layouts": layouts}
+        finding = worst(findings(values, layouts, folder))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    text = f"{finding.promise}: {finding.figure} {finding.where}"
+    return line | {
+        "status": finding.status,
+        "worst": text,
+        "seconds": round(time.monotonic() - begin, 1),
+    }
+
+
+def findings(
+    values: dict[str, Any], layouts: list[dict[str, Any]], folder: Path
+) -> Iterator[Finding]:
+    """All that is found about a case."""
+    first, second = (exact(build(values | layout["values"], folder)) for layout in layouts)
+    write_corpora(first)
+    try:
+        reference = run_training(alone(first), 1, folder / "alone", LIMIT_SECONDS)
+        run = run_training(first, layouts[0]["ranks"], folder / "first", LIMIT_SECONDS)
+        yield from compare_runs(run, reference)
+        second.checkpoint.resume = str(run.checkpoint(SAVED))
+        later = run_training(second, layouts[1]["ranks"], folder / "second", LIMIT_SECONDS)
+        yield compare_after_resume("relay", later, reference)
+    except TrialFailed as error:
+        yield Finding("runs end well", "broken", where=str(error))
+
+
+def draw(dice: random.Random, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A random model with all that is not layout, and two layouts that it can run on."""
+    for _ in range(MANY_TRIES):
+        model = {f"model.{name}": dice.choice(some) for name, some in MODEL.items()}
+        values = model | {name: dice.choice(some) for name, some in TRAINING.items()}
+        layouts = [layout for _ in range(2) if (layout := draw_layout(dice, values, folder))]
+        if len(layouts) == 2:
+            return values, layouts
+    raise AssertionError("no model with two layouts")
+
+
+def draw_layout(dice: random.Random, values: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    """A random layout that the values can run on; None after many tries. Half of the splits are
+    taken back, or most layouts would be refused."""
+    for _ in range(MANY_TRIES // 10):
+        chosen = {name: dice.choice(some) for name, some in LAYOUT.items()}
+        ranks = dice.choice(list(LEVELS))
+        names = ("pair", "node", "world")
+        sizes = dice.choice(LEVELS[ranks])
+        levels = [*names[: len(sizes) - 1], "world"]
+        chosen["machine"] = {"levels": dict(zip(levels, ({"size": n} for n in sizes), strict=True))}
+        if chosen["partition.strategy"] is None:
+            known = [name for name in FREE if name in ("none", *levels)]
+            depths = sorted(dice.randrange(len(known)) for _ in range(3))
+            for name, depth in zip(("weights", "gradients", "optimizer"), depths, strict=True):
+                chosen[f"partition.{name}"] = known[depth]
+        if chosen["parallel.pipeline"] == 1:
+            chosen |= {"parallel.stages_per_rank": 1, "parallel.schedule": "1f1b"}
+        if values["model.moe"] is None:
+            chosen |= {"parallel.expert": 1}
+        if chosen["parallel.expert"] == 1 or chosen["partition.overlap"] == "none":
+            chosen["parallel.token_pieces"] = 1
+        try:
+            check_layout(exact(build(values | chosen, folder)), ranks)
+        except UserError:
+            continue
+        return {"ranks": ranks, "values": chosen}
+    return None
+
+
+def build(values: Mapping[str, Any], folder: Path) -> Config:
+    """The configuration of dotted keys. Raises UserError."""
+    common = {
+        "run.directory": str(folder / "run"),
+        "model.hidden": 32,
+        "model.heads": 4,
+        "model.ffn_hidden": 40,
+        "model.sequence_length": 32,
+        "model.vocab_multiple": 4,
+        "model.init_std": 0.2,
+        "tokenizer": "none",
+        "data.train": [{"path": str(folder / f"corpus-{i}"), "weight": i + 1} for i in range(2)],
+        "data.split": [0.8, 0.2],
+        "train.steps": STEPS,
+        "train.global_batch": 24,
+        "train.precision": "fp32",
+        "optimizer.lr": 0.01,
+        "optimizer.eps": 1e-3,
+        "checkpoint.every": SAVED,
+        "checkpoint.minutes": 0,
+        "checkpoint.keep": 0,
+        "evaluate.every": SAVED,
+        "evaluate.batches": 1,
+        "preflight.enabled": False,
+        "log.callbacks": [RECORDER],
+        "train.hang_seconds": 120,
+    }
+    nested: dict[str, Any] = {}
+    for name, value in (common | dict(values)).items():
+        *parents, last = name.split(".")
+        place = nested
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return config_from_dict(nested, "compose")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
