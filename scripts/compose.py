@@ -29,7 +29,7 @@ from megafrontier.common.errors import UserError
 from megafrontier.config import Config, config_from_dict
 from megafrontier.plan.refuse import check_layout
 
-LIMIT_SECONDS = 200.0
+LIMIT_SECONDS = 600.0
 MANY_TRIES = 500
 
 Choices = Mapping[str, list[Any]]

@@ -38,7 +38,7 @@ from megafrontier.plan.resolve import resolve_plan
 
 BOUND = 1e-5
 """Of relative gaps to one process, where sums have another order."""
-LIMIT_SECONDS = 150.0
+LIMIT_SECONDS = 600.0
 """Of a run. A run that takes longer hangs."""
 WIRE_ERRORS = {"int4": 0.25, "int8": 0.02, "topk": 1.0, "bf16": 0.01, "fp16": 0.002}
 """The relative error of a gradient that crosses one level in a format. Half a step of int4 is 1/14
