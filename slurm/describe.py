@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megafrontier.common.errors import UserError, exit_on_fatal_error
-from megafrontier.config import Config, load_config, load_machine
+from megafrontier.config import Config, load_config, load_machine, refuse_no_corpus
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from megafrontier.plan.resolve import RunPlan
@@ -25,8 +25,6 @@ def describe(arguments: argparse.Namespace) -> list[str]:
     """The lines to print. Raises UserError if these nodes and tasks cannot train the config."""
     config, nodes = load_config(arguments.config, arguments.overrides), arguments.nodes
     if arguments.submitting:
-        from megafrontier.data.sampling.samples import refuse_no_corpus  # torch takes seconds
-
         refuse_no_corpus(config.data)
     per_host = load_machine(config.machine).device.ranks_per_host
     lines = [config.run.name, config.run.directory, str(config.train.attempts)]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megafrontier.common.errors import UserError
 from megafrontier.config.fields import RESUME, marked
 
 
@@ -49,3 +50,9 @@ class DataConfig:
     `document_mask`."""
     skip: list[list[int]] = field(default_factory=list)
     """Ranges [from, to) of data steps, counted from 0, whose batches are left out."""
+
+
+def refuse_no_corpus(data: DataConfig) -> None:
+    """Raise UserError if there is no training corpus."""
+    if not data.train:
+        raise UserError("data.train: empty, need at least one corpus, as {path: PREFIX}")

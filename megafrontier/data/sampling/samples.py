@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from megafrontier.common.errors import UserError
-from megafrontier.config import CorpusConfig, DataConfig
+from megafrontier.config import CorpusConfig, DataConfig, refuse_no_corpus
 from megafrontier.data.corpus.indexed import IndexedDataset, bin_path
 from megafrontier.data.sampling.order import Blend, Curriculum, make_blend, make_key, permute
 from megafrontier.data.sampling.packing import PackedRange, Piece
@@ -239,12 +239,6 @@ def open_samples(
     order = seed if subset == "train" else None
     blend = make_blend(curricula, samples_before)
     return Samples(ranges, blend, sequence_length, vocab_size, order, data.document_mask)
-
-
-def refuse_no_corpus(data: DataConfig) -> None:
-    """Raise UserError if there is no training corpus."""
-    if not data.train:
-        raise UserError("data.train: empty, need at least one corpus, as {path: PREFIX}")
 
 
 def _open_windows(
