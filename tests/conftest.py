@@ -51,7 +51,8 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def imported(config_file, tmp_path):
     """A checkpoint of another run, from which this one is to begin."""
-    runs.run(config_file, 1, *runs.ONE, "train.stop_at=2", f"run.directory={tmp_path}/other")
+    chosen = (*runs.ONE, "train.micro_batch=16", "train.stop_at=2")
+    runs.run(config_file, 1, *chosen, f"run.directory={tmp_path}/other")
     return f"checkpoint.resume={tmp_path}/other/checkpoints/step-00000002"
 
 

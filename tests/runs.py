@@ -27,7 +27,7 @@ model: {{layers: 2, hidden: 24, heads: 2, ffn_hidden: 40, sequence_length: 16, v
         vocab_multiple: 4, norm: rmsnorm, activation: swiglu, position: rotary, bias: false}}
 tokenizer: bytes
 data: {{train: [{{path: {folder}/corpus}}], split: [0.9, 0.1]}}
-train: {{steps: 8, global_batch: 16, micro_batch: 1, precision: fp32}}
+train: {{steps: 8, global_batch: 16, micro_batch: 2, precision: fp32}}
 optimizer: {{lr: 5.0e-3}}
 schedule: {{warmup_steps: 2}}
 machine: {{levels: {{pair: {{size: 2}}, node: {{size: 2}}, world: {{}}}}}}

@@ -193,7 +193,12 @@ def test_a_node_that_cannot_start_while_most_can_is_excluded(folder):
         return slurm(rank) | node | {"NODE_DISK": disk}
 
     corpus = "data.train=[{path: '${oc.env:NODE_DISK}/corpus'}]"
-    chosen = (corpus, "train.global_batch=3", "machine.device.ranks_per_host=1")
+    chosen = (
+        corpus,
+        "train.global_batch=3",
+        "train.micro_batch=1",
+        "machine.device.ranks_per_host=1",
+    )
     started = start(COMMAND, folder, "gone", on_three_nodes, *chosen, ranks=3)
     ended = wait_for(started)
     assert [process.returncode for process in started] == [BAD_NODE] * 3, ended

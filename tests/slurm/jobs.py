@@ -23,6 +23,7 @@ STEPS = 24
 OVERRIDES = (
     f"train.steps={STEPS}",
     "train.global_batch=4",
+    "train.micro_batch=1",
     "checkpoint.every=4",
     "preflight.enabled=false",
 )

@@ -23,7 +23,7 @@ from tests.ranks import run_mesh
 
 OFFLOAD = "partition.offload.optimizer=cpu"
 OVERLAP = "partition.overlap_update=true"
-SMALL = ("train.global_batch=8", "train.loss_scale=8")
+SMALL = ("train.global_batch=8", "train.micro_batch=1", "train.loss_scale=8")
 NONE = "partition.overlap=none"
 PLAIN = [
     ("train.precision=bf16", "partition.wires=low", "partition.overlap=full"),

@@ -182,13 +182,16 @@ def test_the_heartbeat_comes_with_every_micro_batch(config_file):
             loop.run(trainer, [], beats.append)
         return beats
 
-    assert run_mesh((1,), body) == [[*[None] * 16, 1, *[None] * 16, 2]]
+    assert run_mesh((1,), body) == [[*[None] * 8, 1, *[None] * 8, 2]]
 
 
 def test_errors_of_messages_are_scaled_with_the_loss(config_file, monkeypatch):
     """They are in units of the loss scale, which changes in the course of a run."""
     monkeypatch.setattr(gradients, "GROWTH_INTERVAL", 1)
-    chosen = ("partition.wires=low", "train.precision=fp16", "train.global_batch=8")
+    chosen = (
+        "partition.wires=low", "train.precision=fp16", "train.global_batch=8",
+        "train.micro_batch=1",
+    )  # fmt: skip
     config = runs.load(config_file, *chosen)
 
     def body(mesh):

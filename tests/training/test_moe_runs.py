@@ -88,8 +88,8 @@ LOSSES = (
     "model.moe={experts: 8, active: 2, ffn_hidden: 20, balance: loss, loss_coefficient: 0.5, "
     "z_loss: 0.1}",
     "model.heads=4", "model.init_std=0.2", "train.clip_grad_norm=0", "schedule.warmup_steps=0",
-    "optimizer={name: sgd, lr: 0.1}", "train.global_batch=8", "model.sequence_length=24",
-    "run.seed=1", "data.document_mask=true", "data.packing=best_fit",
+    "optimizer={name: sgd, lr: 0.1}", "train.global_batch=8", "train.micro_batch=1",
+    "model.sequence_length=24", "run.seed=1", "data.document_mask=true", "data.packing=best_fit",
 )  # fmt: skip
 """Router losses with large factors, and sequences with padding."""
 PREDICTS = "model.prediction={coefficient: 0.5}"

@@ -101,7 +101,7 @@ BAD = [
     (("partition.wires.reduce={node: fp9}",), "partition.wires.reduce.node: fp9, need one of"),
     (("partition.strategy=mics", "partition.error_feedback=true"),
      "partition.error_feedback: true, but no level within partition.optimizer"),
-    (("train.global_batch=6",), "train.global_batch: 6, need a multiple of 4"),
+    (("train.global_batch=6",), "train.global_batch: 6, need a multiple of 8"),
     (("train.global_batch=1000000000",), "train.global_batch: 1000000000, need at most 262144"),
     (("model.vocab_size=200",), "model.vocab_size: 200, need at least 257 for tokenizer bytes"),
     (("data.train=[{path: /nowhere/corpus}]",), "/nowhere/corpus.idx: "),

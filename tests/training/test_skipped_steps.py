@@ -24,7 +24,7 @@ def skipped_lines(lines):
 def test_one_ranks_nan_is_skipped_by_all_ranks_and_logged_with_its_samples(
     config_file, tmp_path, multiply_loss, chosen
 ):
-    multiply_loss(math.nan, 32, 63, 100, 120)
+    multiply_loss(math.nan, 32, 62, 100, 120)
     lines = runs.run(config_file, 4, *STEPS, "train.nonfinite_limit=3", chosen)
     skipped = {line["step"]: line["samples"] for line in skipped_lines(lines)}
     assert skipped == {3: [32, 48], 4: [48, 64], 7: [96, 112], 8: [112, 128]}
@@ -96,7 +96,7 @@ def test_a_skipped_step_leaves_no_errors_for_the_next(config_file):
 def test_a_spike_is_skipped_and_logged_with_its_samples(
     config_file, tmp_path, multiply_loss, chosen
 ):
-    multiply_loss(100, 6 * 16 + 9)  # in the seventh step, on one rank
+    multiply_loss(100, 6 * 16 + 8)  # in the seventh step, on one rank
     lines = runs.run(config_file, 2, *SPIKES, *chosen, "train.spike_loss=2")
     (skipped,) = skipped_lines(lines)
     assert (skipped["step"], skipped["samples"], skipped["spike"]) == (7, [96, 112], True)
@@ -107,7 +107,7 @@ def test_a_spike_is_skipped_and_logged_with_its_samples(
 
 
 def test_the_spike_rule_goes_on_after_a_restart(config_file, tmp_path, multiply_loss):
-    multiply_loss(100, 8 * 16 + 3)
+    multiply_loss(100, 8 * 16 + 2)
     chosen = (*SPIKES, "train.spike_grad_norm=3")
     unbroken = runs.run(config_file, 2, *chosen, f"run.directory={tmp_path}/unbroken")
     assert [line["step"] for line in skipped_lines(unbroken)] == [9]
@@ -124,7 +124,10 @@ def test_a_step_without_a_target_is_skipped_and_counted(config_file, tmp_path):
     """Eight windows of documents of one token, and eight of one long document."""
     documents = [[[i % 61]] for i in range(128)] + [[[i % 61 for i in range(129)]]]
     path = write_corpus(tmp_path / "half", documents)
-    chosen = ("train.global_batch=1", "train.steps=16", "data.split=[1,0]", "evaluate.batches=0")
+    chosen = (
+        "train.global_batch=1", "train.micro_batch=1", "train.steps=16", "data.split=[1,0]",
+        "evaluate.batches=0",
+    )  # fmt: skip
     limit = "train.nonfinite_limit=1"  # these steps do not count
     lines = runs.run(config_file, 1, *MASK, *chosen, limit, f"data.train=[{{path: {path}}}]")
     skipped = skipped_lines(lines)

@@ -20,7 +20,7 @@ SETTINGS = (
     "train.micro_batch=2",
     "schedule.warmup_steps=6",
     "optimizer.lr=2.0e-3",  # with twice the rate, rounding alone changes the loss by 0.5 %
-    "evaluate.batches=16",
+    "evaluate.batches=8",
     "partition.strategy=topo",
 )
 
@@ -45,6 +45,7 @@ def final_loss(config):
             4,
             *SETTINGS,
             "machine.levels.pair.size=1",
+            "train.micro_batch=4",
             f"run.directory={folder}/{name}",
             *overrides,
         )

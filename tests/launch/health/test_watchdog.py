@@ -118,7 +118,7 @@ def test_out_of_memory_ends_with_advice_and_no_traceback(folder):
     assert [ended[r][0] for r in (0, 1)] == [FAILED, FAILED]
     reported = ended[1][1]
     assert reported.startswith("megafrontier: rank 1 on frontier00001: HIP out of memory. Tried 2")
-    assert "smaller train.micro_batch (1)" in reported
+    assert "smaller train.micro_batch (2)" in reported
     assert reported.count("\n") == 1
     assert ended[0][1] == ""
 

@@ -24,7 +24,9 @@ def test_some_checkpoints_are_kept_for_good(config_file, tmp_path):
 
 
 def test_errors_are_folded_into_a_checkpoint_outside_of_any_steps_traffic(config_file):
-    config = runs.load(config_file, "partition.wires=low", "train.global_batch=8")
+    config = runs.load(
+        config_file, "partition.wires=low", "train.global_batch=8", "train.micro_batch=1"
+    )
 
     def body(mesh):
         with runs.open_trainer(config, mesh) as trainer:

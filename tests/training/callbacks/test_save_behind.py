@@ -11,7 +11,8 @@ from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.parallel.fault_injection import VARIABLE
 from tests import runs
 
-CHOSEN = (*runs.ONE, "train.steps=7", "checkpoint.every=3", "checkpoint.keep=0")
+TWO = (*runs.ONE, "train.micro_batch=8")
+CHOSEN = (*TWO, "train.steps=7", "checkpoint.every=3", "checkpoint.keep=0")
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_steps_go_on_behind_a_save_and_the_next_that_is_due_waits_for_it(
 def test_a_kill_while_one_is_written_leaves_the_older_ones_and_the_losses(
     config_file, tmp_path, fault, monkeypatch
 ):
-    two = (*runs.ONE, "train.steps=6", "checkpoint.every=1", "checkpoint.keep=0")
+    two = (*TWO, "train.steps=6", "checkpoint.every=1", "checkpoint.keep=0")
     unbroken = runs.run(config_file, 2, *two, f"run.directory={tmp_path}/unbroken")
     fault(do="kill")
     assert runs.train(runs.load(config_file, *two), 2) != 0

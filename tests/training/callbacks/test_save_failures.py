@@ -14,7 +14,9 @@ from megafrontier.common.signals import record_stop_requests
 from megafrontier.training import loop
 from tests import runs
 
-CHECKPOINTS = (*runs.ONE, "checkpoint.every=2", "checkpoint.keep=2", "train.steps=6")
+CHECKPOINTS = (
+    *runs.ONE, "train.micro_batch=8", "checkpoint.every=2", "checkpoint.keep=2", "train.steps=6",
+)  # fmt: skip
 
 
 @pytest.fixture

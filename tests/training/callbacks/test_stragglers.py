@@ -59,7 +59,7 @@ def test_a_slow_rank_in_a_real_run_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "seed_dropout", dawdle)
     runs.run(
         config_file, 4, "evaluate.batches=0", "machine=laptop", "log.stragglers_every=2",
-        "train.global_batch=4", "train.steps=2",
+        "train.global_batch=4", "train.micro_batch=1", "train.steps=2",
     )  # fmt: skip
     log = runs.log(tmp_path / "run")
     # Three of four ranks wait for the slow one: 1.7 of 2 seconds.

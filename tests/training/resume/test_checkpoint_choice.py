@@ -10,12 +10,13 @@ from tests import runs
 
 KEEP_ALL = ("checkpoint.every=2", "checkpoint.keep=0")
 NEVER = "checkpoint.resume=never"
+ONE = (*runs.ONE, "train.micro_batch=16")
 
 
 @pytest.fixture
 def train_alone(config_file):
     """Train on one rank; returns the lines of metrics.jsonl."""
-    return lambda *overrides: runs.run(config_file, 1, *runs.ONE, *overrides)
+    return lambda *overrides: runs.run(config_file, 1, *ONE, *overrides)
 
 
 @pytest.fixture
@@ -37,13 +38,14 @@ def losses_at(lines):
 
 
 def test_auto_falls_back_to_the_newest_whole_checkpoint_with_a_warning(config_file, tmp_path, root):
-    unbroken = runs.run(config_file, 2, "machine=laptop", f"run.directory={tmp_path}/unbroken")
-    runs.run(config_file, 2, "machine=laptop", *KEEP_ALL, "train.stop_at=6")
+    two = ("machine=laptop", "train.micro_batch=8")
+    unbroken = runs.run(config_file, 2, *two, f"run.directory={tmp_path}/unbroken")
+    runs.run(config_file, 2, *two, *KEEP_ALL, "train.stop_at=6")
     damaged = next((root / "step-00000006").glob("pieces/*/00000001.safetensors"))
     content = bytearray(damaged.read_bytes())
     content[-5] ^= 1
     damaged.write_bytes(content)
-    resumed = runs.run(config_file, 2, "machine=laptop", *KEEP_ALL)
+    resumed = runs.run(config_file, 2, *two, *KEEP_ALL)
     log = runs.log(tmp_path / "run")
     assert "refused" in log
     assert damaged.name in log
