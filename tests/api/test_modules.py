@@ -77,7 +77,6 @@ def as_it_is(model, mesh):
     ("make", "prepare"),
     [
         (Regression, compiled_first),
-        (Regression, compiled_afterwards),
         (Regression, compiled_blocks),
         (adapted, as_it_is),
         (adapted, compiled_afterwards),

@@ -12,7 +12,7 @@ LEVELS = "machine.levels={{pair: {{size: {}}}, node: {{size: {}}}, world: {{size
 SMALL = (
     LEVELS.format(2, 2, 2), "machine.device={name: GPU}", "tokenizer=bytes", "model.layers=5",
     "model.hidden=256", "model.heads=4", "model.vocab_size=512", "model.sequence_length=32",
-    "train.global_batch=32", "train.micro_batch=2",
+    "train.global_batch=16", "train.micro_batch=2",
 )  # fmt: skip
 MUON = "optimizer.groups=[{match: 'matrix:blocks.*', name: muon}]"
 ALIKE = [
@@ -32,8 +32,8 @@ ALIKE = [
     (MUON, "partition.strategy=zero1"),
     ("parallel.tensor=pair", "parallel.pipeline=2", "model.layers=6"),
     ("parallel.expert=4", "model.moe={experts: 8, active: 2}", "partition.strategy=zero3"),
-    ("partition.wires=low", LEVELS.format(3, 2, 1), "train.global_batch=36"),
-    ("partition.wires=low", LEVELS.format(2, 1, 3), "train.global_batch=36"),
+    ("partition.wires=low", LEVELS.format(3, 2, 1), "train.global_batch=12"),
+    ("partition.wires=low", LEVELS.format(2, 1, 3), "train.global_batch=12"),
 ]
 """Changes of a small run. Of strategies, overlap, wires, optimizers, splits and machines."""
 
@@ -43,7 +43,7 @@ def test_the_formulas_are_what_a_ranks_engine_holds_on_the_meta_device(chosen):
     """Padding, of up to 0.2 % in these small units, is not in the formulas; and with a split they
     leave out buffers of the root's small units."""
     config = load_config("configs/gpt-125m.yaml", [*SMALL, *chosen])
-    plan = resolve_plan(config, 6 if "train.global_batch=36" in chosen else 8)
+    plan = resolve_plan(config, 6 if "train.global_batch=12" in chosen else 8)
     trainer = run_rank(config, plan, UNKNOWN, 0, 2).trainer
     units = trainer.engine.units
     optimizer = [u.master for u in units if not u.computes_with_masters]

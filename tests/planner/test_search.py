@@ -44,7 +44,8 @@ CATEGORIES = {
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plan") / "small.yaml"
-    values = config_to_dict(config_of({"train.global_batch": 8}))
+    config = config_of({"train.global_batch": 8})
+    values = config_to_dict(replace(config, model=replace(config.model, layers=2)))
     values["tokenizer"] = "none"
     kept = ("machine", "model", "train", "tokenizer")
     path.write_text(yaml.safe_dump({key: values[key] for key in kept}))
@@ -216,7 +217,7 @@ def test_a_plan_that_cannot_be_is_one_line(
 
 def test_plans_of_a_mixture_state_both_routings_and_try_expert_splits() -> None:
     config = config_of({"train.global_batch": 8, "model.moe": MoEConfig(ffn_hidden=64)})
-    config = replace(config, model=replace(config.model, layers=2))
+    config = replace(config, model=replace(config.model, layers=1))
     found = search(config, 2 * NODES, workers=1)
     splits = {layout.plan.shape.splits.expert for layout in found}
     assert len(splits) > 1
@@ -232,6 +233,7 @@ def test_plans_of_a_mixture_state_both_routings_and_try_expert_splits() -> None:
 
 def test_memory_does_not_depend_on_when_python_collects_garbage() -> None:
     config = config_of({"train.global_batch": 8, "model.moe": MoEConfig(ffn_hidden=64)})
+    config = replace(config, model=replace(config.model, layers=2))
     plan = resolve_plan(config, 4)
     gc.collect()
     gc.disable()

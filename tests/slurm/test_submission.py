@@ -89,22 +89,40 @@ NEVER = ("machine=frontier", "checkpoint.every=0", "checkpoint.minutes=0")
 """Saves only at the end."""
 
 
-@pytest.mark.parametrize(
-    ("cluster", "options", "variables", "after"),
-    [
-        ("frontier", (), {}, "1.92 hours"),  # by the file: 2 h, and the signal 5 minutes before
-        ("frontier", ("-t45", "--signal=B:USR1@900"), {"SBATCH_TIMELIMIT": "90"}, "30 minutes"),
-        ("lumi", (), {"SBATCH_TIMELIMIT": "90"}, "2 days"),  # by its file, which gives options
-    ],
-)
-def test_a_job_that_would_not_save_before_its_time_limit_is_warned_of(
-    cluster, options, variables, after
-):
-    words = (TRAIN, "--dry-run", "--nodes=4", *options, SMALL, *NEVER)
-    done = call(*words, MEGAFRONTIER_CLUSTER=cluster, **variables)
+def test_a_job_that_would_not_save_before_its_time_limit_is_warned_of():
+    words = (TRAIN, "--dry-run", "--nodes=4", "-t45", "--signal=B:USR1@900", SMALL, *NEVER)
+    done = call(*words, MEGAFRONTIER_CLUSTER="frontier", SBATCH_TIMELIMIT="90")
     assert done.returncode == 0, done.stderr
     assert "\ncheckpoints: only at the end, after 572204 steps\n" in done.stderr
-    assert f"asked to stop, after {after}, and a failure " in done.stderr
+    assert "asked to stop, after 30 minutes, and a failure " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("cluster", "options", "environment", "limit", "signal"),
+    [
+        ("frontier", (), {}, "02:00:00", "B:USR1@300"),
+        ("frontier", (), {"SBATCH_TIMELIMIT": "90"}, "90", "B:USR1@300"),
+        ("frontier", ("-t45", "--signal=B:USR1@900"), {"SBATCH_TIMELIMIT": "90"}, "45",
+         "B:USR1@900"),
+        # By its file, which gives options.
+        ("lumi", (), {"SBATCH_TIMELIMIT": "90"}, "2-00:00:00", "B:USR1@300"),
+    ],
+)  # fmt: skip
+def test_a_run_is_described_with_the_time_limit_that_sbatch_takes(
+    tmp_path, cluster, options, environment, limit, signal
+):
+    """That of the command before the environment's, and this before that of the batch file."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\nprintf '%s\\n' run directory 3 \"$@\"\n")
+    python.chmod(0o755)
+    given = {"MEGAFRONTIER_PREFIX": str(tmp_path), **environment}
+    words = (TRAIN, "--dry-run", "--nodes=4", *options, SMALL)
+    done = call(*words, MEGAFRONTIER_CLUSTER=cluster, **given)
+    assert done.returncode == 0, done.stderr
+    described = done.stderr.splitlines()
+    assert f"--time={limit}" in described
+    assert f"--signal={signal}" in described
 
 
 @pytest.mark.parametrize(
