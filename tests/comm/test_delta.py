@@ -1,9 +1,12 @@
 """Published weight deltas: the same bits on every copy, rounded once, errors made up for later."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from megafrontier.comm.wires.block import INT4, INT8
+from megafrontier.comm.wires.registry import DTYPES
 from tests.partition.codecs import read, write
 from tests.partition.tiny import bits, build, engine_step, preset
 from tests.ranks import make_levels, run_ranks
@@ -25,7 +28,7 @@ def test_published_weights_have_the_same_bits_everywhere_and_follow_the_masters(
 
     def body(hierarchy):
         model, engine, optimizer = build(hierarchy, preset("low", "topo"))
-        for step in range(16):
+        for step in range(10):
             before = [unit.master.clone() for unit in engine.units]
             engine_step(engine, model, optimizer, step, 1)
         engine.finish_publishing()
@@ -41,35 +44,36 @@ def test_published_weights_have_the_same_bits_everywhere_and_follow_the_masters(
     assert max(lag for _, lag, _ in found) < max(moved for _, _, moved in found) / 2
 
 
-@pytest.mark.parametrize(
-    ("strategy", "levels"), [("zero1", ["pair", "world"]), ("topo", ["world"]), ("hpz", ["world"])]
-)
-def test_a_constant_change_is_published_in_full_over_time(strategy, levels):
+CONSTANT = [("zero1", ["pair", "world"]), ("topo", ["world"]), ("hpz", ["world"])]
+NUMBERS = [("fp32", "delta4"), ("bf16", "delta4"), ("bf16", "delta8")]
+
+
+def test_a_constant_change_is_published_in_full_over_time():
     """The error of one delta is part of the next one, so the copies end at the masters."""
 
-    def body(hierarchy):
-        found = {}
-        for dtype, name in (
-            (torch.float32, "delta4"), (torch.bfloat16, "delta4"), (torch.bfloat16, "delta8"),
-        ):  # fmt: skip
-            precision = "fp32" if dtype is torch.float32 else "bf16"
-            gather = dict.fromkeys(levels, name)
-            wires = preset("exact", strategy, hierarchy.levels, precision, gather=gather)
-            _, engine, _ = build(hierarchy, wires, strategy, dtype=dtype)
-            torch.manual_seed(0)
-            for unit in engine.units:
-                unit.master.add_(torch.randn_like(unit.master))
-            lags = []
-            for _ in range(12):
-                publish(engine)
-                lags.append(largest_difference(engine, dtype))
-            found[precision, name] = lags
+    def lags(hierarchy, strategy, levels, precision, name):
+        gather, dtype = dict.fromkeys(levels, name), DTYPES[precision]
+        wires = preset("exact", strategy, hierarchy.levels, precision, gather=gather)
+        _, engine, _ = build(hierarchy, wires, strategy, dtype=dtype)
+        torch.manual_seed(0)
+        for unit in engine.units:
+            unit.master.add_(torch.randn_like(unit.master))
+        found = []
+        for _ in range(12):
+            publish(engine)
+            found.append(largest_difference(engine, dtype))
         return found
 
+    def body(hierarchy):
+        return {
+            (strategy, *numbers): lags(hierarchy, strategy, levels, *numbers)
+            for (strategy, levels), numbers in product(CONSTANT, NUMBERS)
+        }
+
     for found in run_ranks((2, 2), body):
-        for (precision, _), lags in found.items():
-            assert lags[-1] < 1e-4 * lags[0]
-            assert precision == "fp32" or lags[-1] == 0
+        for case, behind in found.items():
+            assert behind[-1] < 1e-4 * behind[0], case
+            assert "fp32" in case or behind[-1] == 0, case
 
 
 @pytest.mark.parametrize(("name", "codec"), [("delta4", INT4), ("delta8", INT8)])
@@ -109,23 +113,22 @@ def test_a_level_of_one_rank_does_not_end_the_deltas():
     assert run_ranks((1, 2, 1, 2), body) == [True] * 4
 
 
-@pytest.mark.parametrize(
-    ("node", "world"), [("int8", "delta4"), ("delta8", "delta4"), ("delta4", "delta8")]
-)
-def test_after_a_delta_another_format_is_rounded_alike_on_every_copy(node, world):
+def test_after_a_delta_another_format_is_rounded_alike_on_every_copy():
     """And the rounding of each step is part of the next delta."""
+    formats = [("int8", "delta4"), ("delta8", "delta4"), ("delta4", "delta8")]
 
-    def body(hierarchy):
+    def train(hierarchy, node, world):
         wires = preset("exact", "topo", gather={"node": node, "world": world})
         model, engine, optimizer = build(hierarchy, wires)
-        for step in range(8):
+        for step in range(5):
             engine_step(engine, model, optimizer, step, 1)
         engine.finish_publishing()
         largest = max(u.master.abs().max().item() for u in engine.units)
         weights = [bits(unit.weights) for unit in engine.units]
         return weights, largest_difference(engine), largest
 
-    found = run_ranks((2, 2, 2), body)
-    for rank, (weights, _, _) in enumerate(found):
-        assert weights == found[rank % 2][0]
-    assert max(lag for _, lag, _ in found) < max(largest for _, _, largest in found) / 127
+    ranks = run_ranks((2, 2, 2), lambda hierarchy: [train(hierarchy, *pair) for pair in formats])
+    for pair, found in zip(formats, zip(*ranks, strict=True), strict=True):
+        for rank, (weights, _, _) in enumerate(found):
+            assert weights == found[rank % 2][0], pair
+        assert max(lag for _, lag, _ in found) < max(largest for _, _, largest in found) / 127, pair

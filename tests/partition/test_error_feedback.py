@@ -1,6 +1,5 @@
 """Later gradient messages carry the errors of earlier ones, unless a step was skipped."""
 
-import pytest
 import torch
 
 from megafrontier.config import WiresConfig
@@ -15,23 +14,22 @@ TOPO, ZERO1, ZERO2, MICS = (
 REPLICAS = Placement(0, 0, 0, 2)
 
 
-@pytest.mark.parametrize(
-    ("placement", "reduce", "dtype"),
-    [
-        (TOPO, {"world": "int4"}, torch.float32),
-        (TOPO, {"world": "int4"}, torch.bfloat16),
-        (ZERO1, {"node": "int8", "world": "int4"}, torch.bfloat16),
-        (REPLICAS, {"pair": "int4", "node": "int4"}, torch.float32),
-        # Gradients are reduced in every micro-batch, as in LoCo.
-        (ZERO2, {"node": "int8", "world": "int4"}, torch.bfloat16),
-        (MICS, {"pair": "int4"}, torch.float32),
-    ],
-)
-def test_later_messages_carry_the_errors_of_earlier_ones(placement, reduce, dtype):
+CASES = [
+    (TOPO, {"world": "int4"}, torch.float32),
+    (TOPO, {"world": "int4"}, torch.bfloat16),
+    (ZERO1, {"node": "int8", "world": "int4"}, torch.bfloat16),
+    (REPLICAS, {"pair": "int4", "node": "int4"}, torch.float32),
+    # Gradients are reduced in every micro-batch, as in LoCo.
+    (ZERO2, {"node": "int8", "world": "int4"}, torch.bfloat16),
+    (MICS, {"pair": "int4"}, torch.float32),
+]
+
+
+def test_later_messages_carry_the_errors_of_earlier_ones():
     """Summed over steps, gradients arrive as they were sent, except for the errors that are kept:
     once among the replicas of a shard."""
 
-    def body(hierarchy):
+    def send(hierarchy, placement, reduce, dtype):
         wires = [
             choose_wires(WiresConfig(reduce=chosen), placement, LEVELS, "fp32")
             for chosen in (reduce, {})
@@ -49,14 +47,16 @@ def test_later_messages_carry_the_errors_of_earlier_ones(placement, reduce, dtyp
         kept = torch.cat([unit.feedback.error for unit in engine.units])
         return hierarchy.shard_index(placement.optimizer)[0], lacking, kept
 
-    lacking, kept = {}, {}
-    for shard, own, error in run_ranks((2, 2, 2), body):
-        assert torch.equal(lacking.setdefault(shard, own), own)
-        kept[shard] = kept.get(shard, 0) + error
-    # Some shards are padding alone, so the largest difference of all counts.
-    largest = max((lacking[shard] - kept[shard]).abs().max().item() for shard in lacking)
-    assert largest < 0.01  # errors are kept in bf16
-    assert max(missing.abs().max().item() for missing in lacking.values()) > 5 * largest
+    ranks = run_ranks((2, 2, 2), lambda hierarchy: [send(hierarchy, *case) for case in CASES])
+    for case, found in zip(CASES, zip(*ranks, strict=True), strict=True):
+        lacking, kept = {}, {}
+        for shard, own, error in found:
+            assert torch.equal(lacking.setdefault(shard, own), own), case
+            kept[shard] = kept.get(shard, 0) + error
+        # Some shards are padding alone, so the largest difference of all counts.
+        largest = max((lacking[shard] - kept[shard]).abs().max().item() for shard in lacking)
+        assert largest < 0.01, case  # errors are kept in bf16
+        assert max(missing.abs().max().item() for missing in lacking.values()) > 5 * largest, case
 
 
 def test_one_non_finite_element_of_one_rank_reaches_the_norm_through_every_wire():

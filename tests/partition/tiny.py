@@ -1,6 +1,6 @@
 """Small models, and their training on one process and on a hierarchy, for comparison."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -323,22 +323,27 @@ def assert_gradients_of_one_process(
     loss: Callable[[nn.Module, int], torch.Tensor] = lambda model, rank: model(stack_input(rank)),
     sizes: tuple[int, ...] = (2,),
     steps: int = 1,
+    overlaps: Sequence[str] = ("safe",),
     **options: Any,
 ) -> None:
-    """The gradients of `loss(model, rank)` over all ranks, in steps that change no weights. The
-    ranks compare their collectives."""
+    """The gradients of `loss(model, rank)` over all ranks, in steps that change no weights, with
+    each of the overlaps. The ranks compare their collectives."""
 
-    def body(hierarchy: Hierarchy) -> list[Any]:
+    def train(hierarchy: Hierarchy, overlap: str) -> list[Any]:
         model = make()
         named = isinstance(placement, str)
         here = Placement.named(placement, hierarchy.levels) if named else placement
-        engine = shard(model, model.units(), here, hierarchy, check_order=True, **options)
+        given = {"check_order": True, "overlap": overlap, **options}
+        engine = shard(model, model.units(), here, hierarchy, **given)
         found = []
         for _ in range(steps):
             backward(engine, loss(model, hierarchy.rank), is_last=True)
             found += named_gradients(engine)
             engine.finish_step(torch.zeros(()))
         return found
+
+    def body(hierarchy: Hierarchy) -> list[list[Any]]:
+        return [train(hierarchy, overlap) for overlap in overlaps]
 
     alone = make()
     for rank in range(prod(sizes)):
@@ -347,13 +352,15 @@ def assert_gradients_of_one_process(
         name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
         for name, p in alone.named_parameters()
     }
-    seen = set()
-    for found in run_ranks(sizes, body):
-        for name, first, last, gradient in found:
+    for overlap, ranks in zip(overlaps, zip(*run_ranks(sizes, body), strict=True), strict=True):
+        seen = set()
+        for name, first, last, gradient in (part for found in ranks for part in found):
             seen.add(name)
-            whole = expected[name].flatten()
-            torch.testing.assert_close(gradient, whole[first:last], rtol=1e-5, atol=1e-5)
-    assert seen == set(expected)
+            whole = expected[name].flatten()[first:last]
+            torch.testing.assert_close(
+                gradient, whole, rtol=1e-5, atol=1e-5, msg=lambda m, o=overlap: f"{o}: {m}"
+            )
+        assert seen == set(expected)
 
 
 def descend(

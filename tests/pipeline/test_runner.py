@@ -15,8 +15,9 @@ from tests.model.small_models import GEMMA, LATENT_QUERIES, SHAPES
 from tests.ranks import run_mesh
 from tests.splits.matrix import (
     Case,
-    assert_equal,
+    assert_cases,
     batch,
+    by_mesh,
     connected,
     split_model,
     train_alone,
@@ -38,7 +39,7 @@ CASES = [
         (2, 2, 2),
         Splits(pipeline=2),
         "topo",
-        Case(GROUPED | FOUR, accumulation=4, steps=4, parallel=ZBV),
+        Case(GROUPED | FOUR, accumulation=4, parallel=ZBV),
     ),
     (
         (2, 2),
@@ -96,7 +97,7 @@ CASES = [
         (2, 2, 2),
         Splits(pipeline=2),
         "topo",
-        Case(LLAMA | FOUR, accumulation=2, steps=4, documents=True, options={"overlap": "full"}),
+        Case(LLAMA | FOUR, accumulation=2, documents=True, options={"overlap": "full"}),
     ),
     (
         (2, 2),
@@ -114,10 +115,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "splits", "strategy", "case"), CASES)
-def test_a_pipeline_gives_one_processs_losses_and_gradients(sizes, splits, strategy, case):
-    found = run_mesh(sizes, lambda mesh: train_split(case, strategy, mesh), splits=splits)
-    assert_equal(found, train_alone(case))
+@pytest.mark.parametrize(("sizes", "splits", "cases"), by_mesh(CASES))
+def test_a_pipeline_gives_one_processs_losses_and_gradients(sizes, splits, cases):
+    assert_cases(sizes, splits, cases)
 
 
 def passes(pipeline, count):
@@ -208,5 +208,4 @@ def test_every_combination_on_8_ranks_gives_one_processs_losses_and_gradients(
     """512 combinations, a few seconds each."""
     size = 8 // (splits.tensor * splits.context * splits.pipeline)
     case = Case(shape | {"layers": 9}, masks, 8 // size, steps=4, parallel=parallel)
-    found = run_mesh(sizes, lambda mesh: train_split(case, strategy, mesh), splits=splits)
-    assert_equal(found, train_alone(case))
+    assert_cases(sizes, splits, [(strategy, case)])

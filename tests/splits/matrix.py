@@ -219,23 +219,40 @@ def assert_equal(found: list[list[Any]], expected: list[Step]) -> None:
         assert all((count > 0).all() for count in seen.values())
 
 
+MeshCase = tuple[Sequence[int], Splits, str, Case]
+
+
+def by_mesh(
+    cases: Sequence[MeshCase],
+) -> list[tuple[Sequence[int], Splits, list[tuple[str, Case]]]]:
+    """The strategies and cases of each mesh, whose ranks start once for all of them."""
+    meshes: dict[tuple[Sequence[int], Splits], list[tuple[str, Case]]] = {}
+    for sizes, splits, strategy, case in cases:
+        meshes.setdefault((sizes, splits), []).append((strategy, case))
+    return [(sizes, splits, of_mesh) for (sizes, splits), of_mesh in meshes.items()]
+
+
+def assert_cases(sizes: Sequence[int], splits: Splits, cases: Sequence[tuple[str, Case]]) -> None:
+    """Compare each case under its strategy with one process. The ranks start once."""
+
+    def body(mesh: Any) -> list[list[Any]]:
+        return [train_split(case, strategy, mesh) for strategy, case in cases]
+
+    for (strategy, case), found in zip(
+        cases, zip(*run_mesh(sizes, body, splits=splits), strict=True), strict=True
+    ):
+        try:
+            assert_equal(found, train_alone(case))
+        except AssertionError as error:
+            raise AssertionError(f"{strategy}, {case}: {error}") from None
+
+
 SWEPT = ("ddp", "zero1", "zero3", "topo")
 
 
 def sweep(sizes: Sequence[int], splits: Splits, cases: Sequence[Case]) -> None:
     """Compare each case under each strategy of `SWEPT` with one process. The ranks start once."""
-
-    def body(mesh: Any) -> list[list[Any]]:
-        return [train_split(case, strategy, mesh) for case in cases for strategy in SWEPT]
-
-    found = iter(zip(*run_mesh(sizes, body, splits=splits), strict=True))
-    for case in cases:
-        expected = train_alone(case)
-        for strategy in SWEPT:
-            try:
-                assert_equal(next(found), expected)
-            except AssertionError as error:
-                raise AssertionError(f"{strategy}, {case}: {error}") from None
+    assert_cases(sizes, splits, [(strategy, case) for case in cases for strategy in SWEPT])
 
 
 def saved_bytes(model: nn.Module, *inputs: torch.Tensor) -> int:

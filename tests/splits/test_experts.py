@@ -7,8 +7,7 @@ from megafrontier.config.model.moe import ExpertGroupsConfig, MoEConfig
 from megafrontier.model.moe.router import Router
 from megafrontier.parallel.mesh import Splits
 from tests.model.small_models import PREDICTION, SHAPES
-from tests.ranks import run_mesh
-from tests.splits.matrix import Case, assert_equal, train_alone, train_split
+from tests.splits.matrix import Case, assert_cases
 
 LLAMA, GPT2 = SHAPES["llama"], SHAPES["gpt2"]
 MIXTURE = LLAMA | {"moe": MoEConfig(experts=8, active=3, ffn_hidden=16, balance="none")}
@@ -32,7 +31,7 @@ CASES = [
         (2, 2),
         Splits(expert=2),
         "topo",
-        Case(MIXTURE | PREDICTION, steps=4, options={"overlap": "full"}),
+        Case(MIXTURE | PREDICTION, options={"overlap": "full"}),
     ),
     ((2, 2, 2), Splits(expert=8), "zero1", Case(MIXTURE, "one token", steps=2, token_pieces=2)),
     (
@@ -58,8 +57,7 @@ CASES = [
 
 @pytest.mark.parametrize(("sizes", "splits", "strategy", "case"), CASES)
 def test_expert_parallelism_gives_one_processs_losses_and_gradients(sizes, splits, strategy, case):
-    found = run_mesh(sizes, lambda mesh: train_split(case, strategy, mesh), splits=splits)
-    assert_equal(found, train_alone(case))
+    assert_cases(sizes, splits, [(strategy, case)])
 
 
 @pytest.mark.exhaustive
@@ -83,8 +81,7 @@ def test_every_combination_on_8_ranks_gives_one_processs_losses_and_gradients(
 ):
     """112 combinations, a few seconds each."""
     case = Case(shape, masks, accumulation, steps=20 if accumulation == 1 else 4)
-    found = run_mesh(sizes, lambda mesh: train_split(case, strategy, mesh), splits=splits)
-    assert_equal(found, train_alone(case))
+    assert_cases(sizes, splits, [(strategy, case)])
 
 
 def test_all_tokens_on_one_rank_in_chunks_give_one_processs_losses_and_gradients(monkeypatch):
@@ -94,6 +91,4 @@ def test_all_tokens_on_one_rank_in_chunks_give_one_processs_losses_and_gradients
     monkeypatch.setattr(
         Router, "_choose", lambda _router, scores: torch.arange(2).expand(len(scores), 2)
     )
-    splits = Splits(expert=8)
-    found = run_mesh((2, 2, 2), lambda mesh: train_split(case, "zero3", mesh), splits=splits)
-    assert_equal(found, train_alone(case))
+    assert_cases((2, 2, 2), Splits(expert=8), [("zero3", case)])

@@ -13,7 +13,8 @@ from tests.model.small_models import LATENT, OLMO, PREDICTION, SHAPES, small_con
 from tests.ranks import run_mesh
 from tests.splits.matrix import (
     Case,
-    assert_equal,
+    assert_cases,
+    by_mesh,
     saved_bytes,
     split_model,
     sweep,
@@ -28,32 +29,30 @@ GROUPED = SHAPES["llama grouped, tied, longer texts"]
 EVEN = {"vocab_multiple": 2}
 LONG = LLAMA | {"layers": 4, "hidden": 64, "sequence_length": 256}
 
+TWO, FOUR = Splits(tensor=2), Splits(tensor=4)
 CASES = [
-    ((2,), 2, "zero3", Case(LLAMA)),
-    ((2, 2), 2, "topo", Case(GPT2, accumulation=2)),
-    ((2, 2), 2, "ddp", Case(NEOX, masks="empty rows")),
-    ((2, 2), 2, "zero3", Case(GROUPED, masks="one token", steps=4, options={"overlap": "full"})),
-    ((2, 2), 4, "zero1", Case(LLAMA, masks="empty rows", z_loss=0.1)),
-    ((2, 2), 4, "zero3", Case(GROUPED, accumulation=2)),
-    ((2, 2), 2, "mics", Case(SHAPES["llama one kv head, biases, wide heads, other base"] | EVEN)),
-    ((2, 2, 2), 4, "hpz", Case(GPT2, options={"overlap": "none"})),
-    ((2, 2), 4, "topo", Case(OLMO, accumulation=2, steps=2)),
-    ((2, 2, 2), 2, "topo", Case(GROUPED, accumulation=2, steps=4, options={"check_order": True})),
+    ((2,), TWO, "zero3", Case(LLAMA)),
+    ((2, 2), TWO, "topo", Case(GPT2, accumulation=2)),
+    ((2, 2), TWO, "ddp", Case(NEOX, masks="empty rows")),
+    ((2, 2), TWO, "zero3", Case(GROUPED, masks="one token", options={"overlap": "full"})),
+    ((2, 2), FOUR, "zero1", Case(LLAMA, masks="empty rows", z_loss=0.1)),
+    ((2, 2), FOUR, "zero3", Case(GROUPED, accumulation=2)),
+    ((2, 2), TWO, "mics", Case(SHAPES["llama one kv head, biases, wide heads, other base"] | EVEN)),
+    ((2, 2, 2), FOUR, "hpz", Case(GPT2, options={"overlap": "none"})),
+    ((2, 2), FOUR, "topo", Case(OLMO, accumulation=2, steps=2)),
+    ((2, 2, 2), TWO, "topo", Case(GROUPED, accumulation=2, options={"check_order": True})),
     (
         (2, 2),
-        2,
+        TWO,
         "zero3",
         Case(LATENT | PREDICTION, documents=True, steps=2, built={"checkpointing": "selective"}),
     ),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "tensor", "strategy", "case"), CASES)
-def test_tensor_parallelism_gives_one_processs_losses_and_gradients(sizes, tensor, strategy, case):
-    found = run_mesh(
-        sizes, lambda mesh: train_split(case, strategy, mesh), splits=Splits(tensor=tensor)
-    )
-    assert_equal(found, train_alone(case))
+@pytest.mark.parametrize(("sizes", "splits", "cases"), by_mesh(CASES))
+def test_tensor_parallelism_gives_one_processs_losses_and_gradients(sizes, splits, cases):
+    assert_cases(sizes, splits, cases)
 
 
 @pytest.mark.parametrize("overlap", ["none", "safe"])

@@ -14,13 +14,13 @@ from megafrontier.plan.resolve import resolve_plan
 from tests import runs
 from tests.ranks import make_levels
 
-COUNT = int(os.environ.get("MEGAFRONTIER_ARRANGEMENTS", "3"))
+COUNT = int(os.environ.get("MEGAFRONTIER_ARRANGEMENTS", "2"))
 SIZES = [
     (3,), (4,), (2, 2), (3, 2), (2, 4), (2, 2, 2), (2, 1, 2), (1, 2, 2), (2, 2, 1, 2),
     (1, 2, 1, 2, 2),
 ]  # fmt: skip
 PRESETS = ["exact", "low", "zero++"]
-STEPS = 5
+STEPS = 4
 
 
 @dataclass

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
 import torch
@@ -52,6 +53,11 @@ CASES = [(torch.float32, 129), (torch.bfloat16, 4097)]
 RARE = [(torch.float32, n) for n in (1, 1000, 4096, 4097)] + [
     (dtype, n) for dtype in (torch.bfloat16, torch.float16) for n in (1, 4097)
 ]
+SUMS = torch.float32, torch.bfloat16, torch.float16
+ONTO = (
+    [*product(SUMS, (False, True))] if HAS_GPU else [*zip(SUMS, (True, False, True), strict=True)]
+)
+"""Types of decoded values, and whether they are added to others."""
 needs_kernels = pytest.mark.skipif(
     not RUNS_KERNELS, reason="run by test_all_of_this_file_under_the_interpreter in its process"
 )
@@ -97,13 +103,12 @@ def assert_same_as_reference(codec, values):
     messages = write(codec, values.to(DEVICE), kernels=kernels)
     assert torch.equal(messages.cpu(), expected)
     assert_same_errors(codec, values)
-    for out in (torch.float32, torch.bfloat16, torch.float16):
-        for accumulate in (False, True):
-            found, expected_out = (torch.ones(*values.shape, dtype=out) for _ in range(2))
-            found = found.to(DEVICE)
-            kernels.decode(codec, messages, found, accumulate)
-            codec.decode(expected, expected_out, accumulate)
-            assert same_bits(found, expected_out)
+    for out, accumulate in ONTO:
+        found, expected_out = (torch.ones(*values.shape, dtype=out) for _ in range(2))
+        found = found.to(DEVICE)
+        kernels.decode(codec, messages, found, accumulate)
+        codec.decode(expected, expected_out, accumulate)
+        assert same_bits(found, expected_out)
     total, expected_total = torch.empty(count, device=DEVICE), torch.empty(count)
     kernels.decode_sum(codec, messages, total)
     plain.decode_sum(expected, expected_total)

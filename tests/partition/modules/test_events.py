@@ -12,9 +12,7 @@ from tests.partition.tiny import SIDE, Stack, sharded_stack, stack_input
 from tests.ranks import run_ranks
 
 SHARDED, HALF, PERSISTENT = Placement(1, 1, 1, 1), Placement(0, 0, 0, 1), Placement(0, 0, 0, 0)
-PLACEMENTS = pytest.mark.parametrize(
-    "placement", [SHARDED, HALF, PERSISTENT, Placement(2, 1, 2, 2)]
-)
+PLACEMENTS = SHARDED, HALF, PERSISTENT, Placement(2, 1, 2, 2)
 OVERLAPS = ("none", "safe", "full")
 SIZES = (2, 2)
 
@@ -47,45 +45,50 @@ ORDERS = {
 }
 
 
-@PLACEMENTS
-def test_micro_batches_in_flight_equal_plain_accumulation(placement):
+def test_micro_batches_in_flight_equal_plain_accumulation():
     """1F1B's order of one stage, and others, give the gradients of one forward and backward after
-    the other; twice, because the first step leaves its state to the second."""
+    the other; twice, because the first step leaves its state to the second. Each two of placement,
+    overlap and order are tried together."""
+
+    def check(hierarchy, placement, overlap, order):
+        steps = [(step[0], int(step[1])) for step in order]
+        # Sums are added in the order of the backwards.
+        plain = [(kind, i) for done, i in steps if done == "B" for kind in "FB"]
+        model, engine = sharded_stack(hierarchy, placement, overlap=overlap)
+        for _ in range(2):
+            expected = accumulated(model, engine, hierarchy.rank, plain)
+            found = accumulated(model, engine, hierarchy.rank, steps)
+            for name in expected:
+                assert torch.equal(found[name], expected[name]), (placement, overlap, order)
 
     def body(hierarchy):
-        for overlap, order in product(OVERLAPS, ORDERS.values()):
-            steps = [(step[0], int(step[1])) for step in order]
-            # Sums are added in the order of the backwards.
-            plain = [(kind, i) for done, i in steps if done == "B" for kind in "FB"]
-            model, engine = sharded_stack(hierarchy, placement, overlap=overlap)
-            for _ in range(2):
-                expected = accumulated(model, engine, hierarchy.rank, plain)
-                found = accumulated(model, engine, hierarchy.rank, steps)
-                assert all(torch.equal(found[name], expected[name]) for name in expected), overlap
+        orders = [*ORDERS.values()]
+        for (i, placement), (j, overlap) in product(enumerate(PLACEMENTS), enumerate(OVERLAPS)):
+            check(hierarchy, placement, overlap, orders[(i + j) % len(orders)])
         return True
 
     assert all(run_ranks(SIZES, body))
 
 
-@pytest.mark.parametrize("placement", [SHARDED, PERSISTENT])
-def test_micro_batches_in_flight_keep_no_more_memory_than_one_after_the_other(placement):
+def test_micro_batches_in_flight_keep_no_more_memory_than_one_after_the_other():
     def body(hierarchy):
         held = []
-        for order in (PLAIN, [(s[0], int(s[1])) for s in ORDERS["1F1B"]]):
+        orders = PLAIN, [(s[0], int(s[1])) for s in ORDERS["1F1B"]]
+        for placement, order in product((SHARDED, PERSISTENT), orders):
             model, engine = sharded_stack(hierarchy, placement, make=partial(Stack, count=6))
             accumulated(model, engine, hierarchy.rank, order)
             held.append(engine.buffer_bytes)
         return held
 
-    for plain, in_flight in run_ranks((2,), body):
-        assert in_flight == plain
+    for sharded, sharded_in_flight, persistent, persistent_in_flight in run_ranks((2,), body):
+        assert sharded_in_flight == sharded
+        assert persistent_in_flight == persistent
 
 
-@PLACEMENTS
-def test_a_gradient_of_a_part_reduces_nothing(placement):
+def test_a_gradient_of_a_part_reduces_nothing():
     """A penalty on the gradient of the inputs, for example, whose weights get no gradient."""
 
-    def slope_of(hierarchy, overlap):
+    def slope_of(hierarchy, placement, overlap):
         model, engine = sharded_stack(hierarchy, placement, overlap=overlap)
         x = stack_input(hierarchy.rank)
         model(x).backward()
@@ -95,11 +98,11 @@ def test_a_gradient_of_a_part_reduces_nothing(placement):
         assert slope.abs().sum() > 0
         model(x).backward()
         found = gradients_of(engine)
-        assert all(torch.equal(found[name], expected[name]) for name in expected), overlap
+        assert all(torch.equal(found[name], expected[name]) for name in expected), placement
         return slope
 
     def body(hierarchy):
-        return [slope_of(hierarchy, overlap) for overlap in OVERLAPS]
+        return [slope_of(hierarchy, *case) for case in product(PLACEMENTS, OVERLAPS)]
 
     alone = Stack()
     for rank, slopes in enumerate(run_ranks(SIZES, body)):
@@ -184,9 +187,8 @@ class Shifted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-@PLACEMENTS
-def test_frozen_parameters_have_a_unit_without_gradient_and_are_never_published_again(placement):
-    def body(hierarchy):
+def test_frozen_parameters_have_a_unit_without_gradient_and_are_never_published_again():
+    def step(hierarchy, placement):
         model, engine = sharded_stack(hierarchy, placement, Shifted, check_order=True)
         frozen = [unit for unit in engine.units if unit.is_frozen]
         assert len(frozen) == len(model.blocks)
@@ -199,11 +201,15 @@ def test_frozen_parameters_have_a_unit_without_gradient_and_are_never_published_
         engine.finish_step(torch.zeros(()))
         return model(stack_input(hierarchy.rank)).item()
 
+    def body(hierarchy):
+        return [step(hierarchy, placement) for placement in PLACEMENTS]
+
     alone = Stack(Shifted)
     sum(alone(stack_input(rank)) for rank in range(4)).backward()
     with torch.no_grad():
         for parameter in alone.parameters():
             if parameter.requires_grad:
                 parameter.sub_(parameter.grad, alpha=1e-3)
-    for rank, loss in enumerate(run_ranks(SIZES, body)):
-        assert loss == pytest.approx(alone(stack_input(rank)).item(), rel=1e-5)
+    for rank, losses in enumerate(run_ranks(SIZES, body)):
+        expected = [alone(stack_input(rank)).item()] * len(PLACEMENTS)
+        assert losses == pytest.approx(expected, rel=1e-5)
