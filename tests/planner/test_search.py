@@ -21,6 +21,7 @@ from megafrontier.config import (
     load_config,
 )
 from megafrontier.plan.resolve import resolve_plan
+from megafrontier.planner import auto
 from megafrontier.planner.auto import choose_layout
 from megafrontier.planner.command import plan_command
 from megafrontier.planner.layers import SHALLOW, simulate_blocks
@@ -44,8 +45,7 @@ CATEGORIES = {
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plan") / "small.yaml"
-    config = config_of({"train.global_batch": 8})
-    values = config_to_dict(replace(config, model=replace(config.model, layers=2)))
+    values = config_to_dict(config_of({"train.global_batch": 8}))
     values["tokenizer"] = "none"
     kept = ("machine", "model", "train", "tokenizer")
     path.write_text(yaml.safe_dump({key: values[key] for key in kept}))
@@ -215,10 +215,12 @@ def test_a_plan_that_cannot_be_is_one_line(
     assert captured.err.count("\n") == 1
 
 
-def test_plans_of_a_mixture_state_both_routings_and_try_expert_splits() -> None:
+def test_plans_of_a_mixture_state_both_routings_and_try_expert_splits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = config_of({"train.global_batch": 8, "model.moe": MoEConfig(ffn_hidden=64)})
     config = replace(config, model=replace(config.model, layers=1))
-    found = search(config, 2 * NODES, workers=1)
+    found = search(config, 2 * NODES, most=4, workers=1)
     splits = {layout.plan.shape.splits.expert for layout in found}
     assert len(splits) > 1
     for layout in found:
@@ -226,6 +228,7 @@ def test_plans_of_a_mixture_state_both_routings_and_try_expert_splits() -> None:
         again = load_config_of(config, layout.overrides)
         assert again.parallel == layout.config.parallel
         assert again.partition == layout.config.partition
+    monkeypatch.setattr(auto, "SIMULATED", 2)
     whole = replace(config.parallel, tensor="auto")
     chosen, _ = choose_layout(replace(config, parallel=whole), 2 * NODES, workers=1)
     assert not chosen.has_auto_layout
