@@ -154,6 +154,14 @@ def _merge(a: argparse.Namespace) -> None:
     "train; joins the ranks of Slurm or torchrun, or starts local ones",
     _CONFIG,
     *_RANKS,
+    _arg(
+        "--restarts",
+        "with --nproc: after a failure, start the ranks again from the newest checkpoint, up to K "
+        "times; default: 0",
+        type=int,
+        default=0,
+        metavar="K",
+    ),
     _arg("--trace", "write a timeline, trace.json (log.trace=true)", action="store_true"),
     _arg(
         "--dry-run",
@@ -165,6 +173,11 @@ def _train(a: argparse.Namespace) -> int:
     from megafrontier.common.signals import record_stop_requests
 
     _quiet_torch()
+    if a.restarts < 0 or (a.restarts and a.nproc is None):
+        raise UserError(
+            f"--restarts: {a.restarts}, need 0, or a positive number and --nproc N "
+            "(slurm/train.sbatch starts ranks again by itself, torchrun with --max-restarts)"
+        )
     if a.dry_run:
         from megafrontier.planner.command import dry_run_command
 
@@ -176,7 +189,7 @@ def _train(a: argparse.Namespace) -> int:
 
         overrides = [*a.overrides, *(["log.trace=true"] if a.trace else [])]
         load = partial(load_config, a.config, overrides)
-        return train(load_or_refuse(load, a.nproc), a.nproc)
+        return train(load_or_refuse(load, a.nproc), a.nproc, a.restarts)
 
 
 @_command(

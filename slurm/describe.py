@@ -1,7 +1,8 @@
-"""Print what a config and overrides describe: name, directory and attempts of the run, a line each.
+"""Print what a config and overrides describe: name, directory, attempts and spare nodes of the run,
+a line each.
 
-With a number of nodes, and if the machine file has ranks per host, also print what runs there and
-warn of files and packages that are missing here.
+With the number of nodes that train, and if the machine file has ranks per host, also print what
+runs there and warn of files and packages that are missing here.
 
     python slurm/describe.py [--nodes=N] [--ntasks-per-node=N] [--ntasks=N] [--time=LIMIT] \
         [--signal=B:USR1@SECONDS] [--submitting] CONFIG [key=value …]
@@ -27,9 +28,12 @@ def describe(arguments: argparse.Namespace) -> list[str]:
     if arguments.submitting:
         refuse_no_corpus(config.data)
     per_host = load_machine(config.machine).device.ranks_per_host
-    lines = [config.run.name, config.run.directory, str(config.train.attempts)]
+    run = config.run
+    lines = [run.name, run.directory, str(config.train.attempts), str(run.spare_nodes)]
     if nodes is None:
         return lines
+    if run.spare_nodes:
+        lines.append(f"{nodes} nodes train, {run.spare_nodes} more are spares (run.spare_nodes)")
     if per_host is not None:
         # torch takes seconds to import
         from megafrontier.certify.certificate import describe_certificate

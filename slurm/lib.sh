@@ -42,6 +42,7 @@ show() {
 # srun, a folder on each node's own disk, and the function `enter` that a job calls.
 sbatch_options=()
 srun_options=()
+placement=() # options of the srun that starts ranks: on which of the job's nodes
 cluster=${MEGAFRONTIER_CLUSTER:-frontier}
 if [ ! -e "$home/slurm/env/$cluster.sh" ]; then
     fail "MEGAFRONTIER_CLUSTER: $cluster, need the name of a file in slurm/env"
@@ -259,9 +260,12 @@ give_up() {
     exit "$1"
 }
 
+# Slurm may have removed nodes from the job, and others may be lost, too.
 leave_job() {
-    local seconds=180
+    local seconds=180 SLURM_JOB_NUM_NODES=${SLURM_JOB_NUM_NODES:-}
+    local -x SLURM_NO_KILL=1
     if [ -n "${MEGAFRONTIER_ENV_TAR:-}" ]; then
+        [[ ! ${answer:-} =~ \ NumNodes=([0-9]+)\  ]] || SLURM_JOB_NUM_NODES=${BASH_REMATCH[1]}
         each_node rm -rf "$node_disk/environment" "$node_disk/environment.tar.gz" || true
     fi
 }
@@ -269,7 +273,7 @@ leave_job() {
 # Run a command on each node. A failure does not end the others, and a hang is not waited for.
 each_node() {
     run timeout --foreground --kill-after=30 "$seconds" \
-        srun --nodes="${SLURM_JOB_NUM_NODES:-NODES}" --ntasks-per-node=1 \
+        srun --overlap --nodes="${SLURM_JOB_NUM_NODES:-NODES}" --ntasks-per-node=1 \
         --ntasks="${SLURM_JOB_NUM_NODES:-NODES}" --kill-on-bad-exit=0 --wait="$seconds" \
         "${deaf[@]}" "$@"
 }
@@ -283,7 +287,7 @@ run() {
 # it. --kill-on-bad-exit would kill them at once: they could not name the lost rank, and srun's exit
 # code would be that of its own kill.
 make_step() {
-    step=(srun --kill-on-bad-exit=0 --wait="${SLURM_WAIT:-660}")
+    step=(srun "${placement[@]}" --kill-on-bad-exit=0 --wait="${SLURM_WAIT:-660}")
     # Slurm sets this only if cores were asked for. Otherwise the site's default applies.
     local cores=${SLURM_CPUS_PER_TASK:-${dry_run:+CORES}}
     step+=(${cores:+--cpus-per-task="$cores"})

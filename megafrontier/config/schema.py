@@ -28,6 +28,9 @@ class RunConfig:
     config.yaml follows an override of `run.name`."""
     seed: int = bounded(1234, "samples", at_least=0)
     """Seed of initial weights, sample order and dropout."""
+    spare_nodes: int = bounded(0, at_least=0)
+    """Nodes that a job of slurm/train.sbatch has beyond those that train, so that the ranks start
+    again in the same job when a node is lost (see frontier.md#when-something-fails)."""
 
 
 @dataclass

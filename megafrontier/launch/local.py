@@ -19,9 +19,24 @@ from typing import Any
 
 import torch
 
-from megafrontier.common.errors import STOPPED, FatalError, is_collective, print_error
-from megafrontier.common.signals import STOPPING, die_with_parent, handle_signals
+from megafrontier.common.errors import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    STOPPED,
+    FatalError,
+    is_collective,
+    print_error,
+)
+from megafrontier.common.signals import (
+    STOPPING,
+    die_with_parent,
+    handle_signals,
+    note_stop_request,
+    stop_requested,
+)
 from megafrontier.launch.health.timeouts import LOCAL_GRACE, LOCAL_SPEAKER
+from megafrontier.parallel.env import COMMAND, LAUNCHED, RESTARTS
 
 _BLOCKED = (*STOPPING, signal.SIGINT)
 """Signals that are blocked while ranks are forked."""
@@ -33,12 +48,40 @@ def import_early() -> None:
     importlib.import_module("torch._dynamo")
 
 
-def fork_ranks(count: int, body: Callable[[], int]) -> int:
+def fork_ranks_again(
+    count: int,
+    body: Callable[[], int],
+    restarts: int,
+    on_failure: Callable[[int, str], None] = lambda code, reason: None,
+) -> int:
+    """`fork_ranks`, and after a failure again, up to `restarts` times. Returns the last exit code.
+
+    Never again: after bad input, a run that cannot go on, and a request to stop. `on_failure` is
+    called with the exit code and what was lost.
+    """
+    os.environ[COMMAND] = f"{os.getpid()}@{socket.gethostname()} {time.time():.3f}"
+    for number in range(restarts + 1):
+        os.environ[RESTARTS], os.environ[LAUNCHED] = str(number), str(time.time())
+        lost: list[str] = []
+        code = fork_ranks(count, body, lost.append)
+        if code in (0, BAD_INPUT, FAILED, STOPPED, INTERRUPTED):
+            break
+        on_failure(code, lost[0] if lost else f"exit code {code} of a rank")
+        if number == restarts or stop_requested():
+            break
+        print_error(f"megafrontier: exit code {code}, restart {number + 1} of {restarts}")
+    return code
+
+
+def fork_ranks(
+    count: int, body: Callable[[], int], on_lost: Callable[[str], object] = lambda line: None
+) -> int:
     """Run `body` in `count` forked processes, which are ranks 0 … count - 1.
 
     Returns 0 or STOPPED if all ranks do, else the exit code of the first rank that fails. The
     others are then killed after a grace period. They are not sent SIGTERM, because it requests a
-    checkpoint, which they cannot write without their peer.
+    checkpoint, which they cannot write without their peer. `on_lost` is called with a line for each
+    rank that a signal has ended.
     """
     import_early()
     gc.freeze()  # so that garbage collection in the ranks does not copy the parent's pages
@@ -54,7 +97,7 @@ def fork_ranks(count: int, body: Callable[[], int]) -> int:
                 running[_fork_one(rank, count, server, body)] = rank
         with handle_signals(STOPPING, partial(_forward, running, forwarded)):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
-            return _supervise(running, forwarded)
+            return _supervise(running, forwarded, on_lost)
     finally:
         _send(running, signal.SIGKILL)
         for child in running:
@@ -114,7 +157,9 @@ def report(error: FatalError, speaks: bool) -> int:
     return error.code
 
 
-def _supervise(running: dict[int, int], forwarded: set[int]) -> int:
+def _supervise(
+    running: dict[int, int], forwarded: set[int], on_lost: Callable[[str], object]
+) -> int:
     """Wait for ranks, given by process id, until all have ended or the grace period after the first
     failure is over. Returns the exit code of all. A signal that ends a rank is printed, unless this
     process `forwarded` it."""
@@ -128,7 +173,9 @@ def _supervise(running: dict[int, int], forwarded: set[int]) -> int:
             rank, status = running.pop(child), os.waitstatus_to_exitcode(status)
             if status < 0 and -status not in forwarded:
                 why = f"signal {-status}, {signal.strsignal(-status)}"
-                print_error(f"megafrontier: rank {rank} on {socket.gethostname()} was lost: {why}")
+                line = f"rank {rank} on {socket.gethostname()} was lost: {why}"
+                print_error(f"megafrontier: {line}")
+                on_lost(line)
             if status and code in (0, STOPPED):
                 code = status if status > 0 else 128 - status
                 deadline = float("inf") if code == STOPPED else time.monotonic() + LOCAL_GRACE
@@ -138,6 +185,7 @@ def _supervise(running: dict[int, int], forwarded: set[int]) -> int:
 
 def _forward(running: dict[int, int], forwarded: set[int], number: int, _frame: Any) -> None:
     """The parent's signal handler: send the signal to the ranks as well."""
+    note_stop_request(number)
     forwarded.add(number)
     _send(running, number)
 

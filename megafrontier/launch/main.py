@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -22,7 +23,13 @@ from megafrontier.launch.health import excluded_nodes
 from megafrontier.launch.health.preflight import check_rank, clear_room, preflight
 from megafrontier.launch.health.run_lock import hold
 from megafrontier.launch.health.timeouts import Timeouts
-from megafrontier.launch.local import flush_output, fork_ranks, import_early, report
+from megafrontier.launch.local import (
+    flush_output,
+    fork_ranks,
+    fork_ranks_again,
+    import_early,
+    report,
+)
 from megafrontier.launch.rendezvous import refuse
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.fault_injection import fault_point
@@ -34,13 +41,19 @@ from megafrontier.planner.checks import check_files, check_ranks
 from megafrontier.sites.exchange import SiteExchange
 from megafrontier.training.callbacks.base import load_class
 from megafrontier.training.callbacks.evaluate import Evaluate
+from megafrontier.training.callbacks.first_step import FirstStep
 from megafrontier.training.callbacks.guard import Guard
 from megafrontier.training.callbacks.log import Log, TraceWriter
 from megafrontier.training.callbacks.save import Save
 from megafrontier.training.callbacks.stragglers import GarbageCollection, Stragglers
 from megafrontier.training.logging.run_log import RunLogger, check_directory, open_run_logger
 from megafrontier.training.loop import run
-from megafrontier.training.resume.restarts import StartRecord, record_interrupt, record_start
+from megafrontier.training.resume.restarts import (
+    StartRecord,
+    record_failure,
+    record_interrupt,
+    record_start,
+)
 from megafrontier.training.resume.resume import check_resume, goes_back, resume
 from megafrontier.training.trainer import Trainer, build_trainer
 
@@ -49,8 +62,9 @@ Check = Callable[[int], object]
 """Given the number of ranks, raises if they cannot start."""
 
 
-def train(config: Config, nproc: int | None) -> int:
-    """Train as one of a launcher's ranks, or as `nproc` local ranks. Returns the exit code.
+def train(config: Config, nproc: int | None, restarts: int = 0) -> int:
+    """Train as one of a launcher's ranks, or as `nproc` local ranks, which are started again up to
+    `restarts` times after a failure. Returns the exit code.
 
     Raises UserError for bad input, before any process group exists.
     """
@@ -59,7 +73,8 @@ def train(config: Config, nproc: int | None) -> int:
     config, chosen = _choose_layout(config, nproc, identity)
     check = partial(_check, config, identity)
     try:
-        return launch(config, lambda: _train_rank(config, chosen), nproc, check, directory)
+        body = partial(_train_rank, config, chosen)
+        return launch(config, body, nproc, check, directory, restarts)
     except KeyboardInterrupt:
         if identity is None or identity.rank == 0:
             record_interrupt(directory)
@@ -98,17 +113,21 @@ def launch(
     nproc: int | None,
     check: Check,
     directory: Path | None = None,
+    restarts: int = 0,
 ) -> int:
     """Run `body` on every rank, after `check`. Returns the exit code.
 
     If some of a launcher's ranks fail the check, all end. If they are few, their nodes are excluded
-    from the run in `directory`.
+    from the run in `directory`. Local ranks are started again up to `restarts` times after a
+    failure, which is recorded in `directory`.
     """
     if nproc is not None:
         if nproc < 1:
             raise UserError(f"--nproc: {nproc}, need at least 1")
         _call_or_refuse(partial(check, nproc), None, config.train.hang_seconds)
-        return fork_ranks(nproc, body)
+        if not restarts or directory is None:
+            return fork_ranks(nproc, body)
+        return fork_ranks_again(nproc, body, restarts, partial(_record_failure, directory))
     identity = identify(os.environ)
     try:
         checking = partial(check, identity.world_size)
@@ -121,6 +140,11 @@ def launch(
         code = report(error, speaks=identity.rank == 0)
     _exit_from_launcher(identity, code)
     return code
+
+
+def _record_failure(directory: Path, code: int, reason: str) -> None:
+    with suppress(OSError):  # the next start warns of it
+        record_failure(directory, code, reason)
 
 
 def load_or_refuse(make: Callable[[], T], nproc: int | None) -> T:
@@ -210,6 +234,7 @@ def _run(context: RunContext, start: StartRecord, chosen: Sequence[str]) -> int:
         if not resume(trainer, run_logger):
             trainer.engine.initialise(initial_values(config))
         start.add(resumed=trainer.step)
+        first_step = FirstStep(start, trainer.step)
         context.world.run_on_all(partial(_open_records, trainer, run_logger))
         save = Save(run_logger, trainer.step)
         # The broadcast of the first weights belongs to no step.
@@ -220,7 +245,8 @@ def _run(context: RunContext, start: StartRecord, chosen: Sequence[str]) -> int:
         watchdog.begin(trainer.step, trainer.engine.ledger)
         garbage = GarbageCollection(config.train.gc_every)
         # Evaluation comes after the checkpoint, because it may be cut short.
-        callbacks = [Log(), *trainer.stateful.values(), save, evaluate, trace, stragglers, garbage]
+        callbacks = [Log(), first_step, *trainer.stateful.values()]
+        callbacks += [save, evaluate, trace, stragglers, garbage]
         save.listeners = callbacks
         run(trainer, callbacks, watchdog.beat)
         if trainer.step >= trainer.last_step:

@@ -12,6 +12,13 @@ from typing import Literal
 from megafrontier.common.errors import UserError
 
 _DEFAULT_PORT = 3442
+RESTARTS = "MEGAFRONTIER_RESTARTS"
+"""How often slurm/train.sbatch, in one start of its job, or the parent of local ranks has started
+the ranks again."""
+COMMAND = "MEGAFRONTIER_COMMAND"
+"""A name of the command that is the parent of local ranks, if no job or torchrun has one."""
+LAUNCHED = "MEGAFRONTIER_LAUNCHED"
+"""When slurm/train.sbatch or the parent of local ranks started the ranks, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +157,25 @@ def _slurm_start(environment: Mapping[str, str]) -> str:
     job = environment.get("SLURM_HET_JOB_ID") or environment.get("SLURM_JOB_ID", "")
     start = environment.get("SLURM_RESTART_COUNT", "0")
     return f"job {job}.{environment['SLURM_STEP_ID']}, start {start}"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The Slurm job, torchrun command or command with `--nproc` that a start of the ranks belongs
+    to. `restarts`: how often Slurm, torchrun and megafrontier itself have restarted it. Of two
+    starts of one launch, the later one has the larger list."""
+
+    job: str
+    restarts: list[int]
+
+    @classmethod
+    def current(cls, environment: Mapping[str, str]) -> "Launch | None":
+        """The launch of this process; None without any."""
+        jobs = (environment.get(n) for n in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", COMMAND))
+        counts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", RESTARTS)
+        restarts = [int(environment.get(name) or 0) for name in counts]
+        job = next((job for job in jobs if job is not None), None)
+        return None if job is None else cls(job, restarts)
 
 
 def own_cores(environment: Mapping[str, str]) -> int:

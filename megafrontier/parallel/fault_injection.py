@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megafrontier.common import errors
-from megafrontier.parallel.env import identify
+from megafrontier.parallel.env import RESTARTS, identify
 
 VARIABLE = "MEGAFRONTIER_FAULTS"
 _NOT_COMPARED = {"at", "do", "error", "message", "path", "seconds"}
@@ -31,6 +31,7 @@ def fault_point(name: str, **state: object) -> None:
     """Fail here if MEGAFRONTIER_FAULTS asks for it. Costs one look at the environment if not."""
     if faults := os.environ.get(VARIABLE):
         state["rank"] = identify(os.environ).rank
+        state["restarts"] = int(os.environ.get(RESTARTS, "0"))
         for fault in json.loads(faults):
             wanted = {key: value for key, value in fault.items() if key not in _NOT_COMPARED}
             if fault["at"] == name and wanted.items() <= state.items():

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -50,6 +51,13 @@ def start(tmp_path):
         return said
 
     return begin
+
+
+ANSWERING = """case "$*" in
+    *SLURMD_NODENAME*) scontrol show hostnames; exit ;;
+esac
+"""
+"""The first lines of an srun whose nodes all start processes."""
 
 
 def bash(script):
@@ -152,6 +160,65 @@ def test_a_run_whose_ranks_never_meet_is_given_up(start):
     said = start("exit 1", "train.attempts=3", code=3)
     assert REQUEUED not in said
     assert "exit code 1 before all ranks had met, as in the last 3 starts" in said
+
+
+@pytest.mark.parametrize("field", ["Requeue=1", "Requeue=0", "BatchFlag=0"])
+def test_ranks_that_end_start_again_in_the_same_job(start, field):
+    """Also where a job may not be requeued, as in debug queues, and in an allocation."""
+    scontrol = SCONTROL.replace("Restarts=0", f"{field} Restarts=0")
+    ranks = 'echo "restart $MEGAFRONTIER_RESTARTS: $*"\n[ -e again ] || { touch again; exit 137; }'
+    said = start(ANSWERING + ranks, code=0, scontrol=scontrol)
+    assert REQUEUED not in said
+    assert "exit code 137, started again in this job: signal 9, Killed before all ranks" in said
+    assert "restart 0: --kill-on-bad-exit=0" in said
+    assert "restart 1: --overlap --kill-on-bad-exit=0" in said
+
+
+def test_a_job_whose_nodes_are_bad_goes_on_on_its_spare_node_and_then_to_the_queue(start):
+    """One of its two nodes trains."""
+    ranks = 'echo "at $MASTER_ADDR: $*"\necho "$MASTER_ADDR" >>bad-nodes.txt\nexit 69\n'
+    given = {"SLURM_NTASKS_PER_NODE": "4"}
+    said = start(ANSWERING + ranks, "run.spare_nodes=1", code=69, **given)
+    one = "--overlap --nodes=1 --ntasks=4"
+    assert f"at frontier00001: {one} --exclude=frontier00002 " in said
+    assert f"at frontier00002: {one} --exclude=frontier00001 " in said
+    assert REQUEUED in said
+
+
+def test_ranks_do_not_start_again_with_less_time_left_than_a_start_takes(start):
+    ending = (datetime.now() + timedelta(seconds=500)).isoformat(timespec="seconds")
+    scontrol = SCONTROL.replace("Restarts=0", f"EndTime={ending} Restarts=0")
+    said = start(ANSWERING + "exit 70", code=70, scontrol=scontrol)
+    assert "s are left, need 600 s for a start and the stop signal), requeued\n" in said
+    assert said.count("ranks start") == 1
+
+
+def test_ranks_that_never_meet_start_again_in_one_job_as_often_as_train_attempts_says(start):
+    said = start(ANSWERING + "exit 70", "train.attempts=3", code=3)
+    assert said.count("started again in this job: ") == 1
+    assert said.count("started again in this job in 60 s: ") == 1
+    assert "exit code 70 before all ranks had met, as in the last 3 starts" in said
+    assert REQUEUED not in said
+
+
+@pytest.mark.parametrize("requeue", ["Requeue=1", "Requeue=0"])
+def test_a_node_that_watches_sends_the_job_back_when_the_first_node_is_removed(
+    start, tmp_path, requeue
+):
+    """Slurm would let the job go on without its batch script."""
+    both = "printf 'frontier00001\\nfrontier00002\\n'"
+    other = f"[ -e asked ] && echo frontier00002 || {{ touch asked; {both}; }}"
+    file = f"StdOut={tmp_path}/out NodeList=f {requeue} Restarts=0"
+    said = start(
+        "exit 9", code=0, tools={"scancel": '#!/bin/sh\necho "scancel $*" >&2\n'},
+        scontrol=SCONTROL.replace("Restarts=0", file).replace(both, other),
+        MEGAFRONTIER_WATCHED="frontier00001", MEGAFRONTIER_WATCHED_RUN=str(tmp_path),
+    )  # fmt: skip
+    assert said == ""
+    said = (tmp_path / "out").read_text()
+    assert "node frontier00001 was lost, and with it the batch script" in said
+    assert (REQUEUED in said) == (requeue == "Requeue=1")
+    assert "ranks start" not in said
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a full disk, needs root")

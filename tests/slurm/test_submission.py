@@ -146,6 +146,28 @@ def test_sbatchs_time_limits_are_understood(describe, limit, after):
     assert all(f"asked to stop, after {after}, and a failure " in line for line in warned)
 
 
+def test_a_submission_asks_for_the_spare_nodes_too_and_checks_those_that_train():
+    words = (TRAIN, "--dry-run", "-N4", SMALL, "run.spare_nodes=2")
+    done = call(*words, MEGAFRONTIER_CLUSTER="frontier")
+    assert done.returncode == 0, done.stderr
+    submitted, *_, step = done.stdout.splitlines()
+    assert "-N4 --nodes=6 --no-kill " in submitted
+    assert step.startswith("srun --overlap --nodes=4 --ntasks=TASKS --exclude=SPARES ")
+    said = done.stderr.splitlines()
+    assert said[0] == "4 nodes train, 2 more are spares (run.spare_nodes)"
+    assert " = 32 ranks; " in said[1]
+
+
+def test_spare_nodes_need_a_number_of_nodes_and_of_tasks_on_each():
+    for options, said in (
+        ((), "--nodes: not given, need the number of nodes that train, beside "),
+        (("-N2", "-n4"), "--ntasks: 4, need --ntasks-per-node with run.spare_nodes=1"),
+    ):
+        done = call(TRAIN, "--dry-run", *options, SMALL, QUICK, "run.spare_nodes=1")
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1].startswith(f"megafrontier: {said}")
+
+
 def test_short_options_of_sbatch_take_their_values_along():
     options = ("-N", "2", "-W", "-qdebug", "-t", "1:00:00")
     said = dry_run("slurm/train.sbatch", *options, CONFIG, QUICK)[0]

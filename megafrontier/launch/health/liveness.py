@@ -37,7 +37,7 @@ _BLOCK = 64
 _NAMED_HOSTS = _NAMED_REFUSALS = _NAMED_WAITS = 8
 _LONGEST = timedelta(days=20)  # the store counts milliseconds in 32 bits
 
-Missing = list[tuple[int, str]]
+Missing = Sequence[tuple[int, str]]
 """Ranks and their hosts, in rank order."""
 Stuck = list[tuple[int, str, str]]
 """Ranks, their hosts, and the operation that each is stuck in or waits in, in rank order."""

@@ -8,8 +8,8 @@ job that saw number 5 die cannot take over number 6, which another job has taken
 
 No clocks are compared. A holder is alive if its heartbeat changes while we watch. We watch only
 briefly if its process is gone from this host, because the process may be in another container, and
-not at all if it is an earlier start of this Slurm job, because Slurm starts a job again only after
-that start has ended.
+not at all if it is an earlier start of this launch (a Slurm job, a torchrun or `--nproc` command),
+because ranks are started again only after that start has ended.
 """
 
 import json
@@ -18,13 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from math import ceil
 from pathlib import Path
 
 from megafrontier.common.errors import UserError, as_run_directory_error, print_error
-from megafrontier.parallel.env import Identity
+from megafrontier.parallel.env import Identity, Launch
 from megafrontier.parallel.world import World
 
 FOLDER = "lease"
@@ -38,29 +38,31 @@ _RELEASED = "released".ljust(20)
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a run lock. `job` and `restart` are Slurm's."""
+    """The process that holds a run lock. `job` and `restarts` are its launch's; `job` is empty if
+    nothing names the launch."""
 
     host: str = "an unknown host"
     pid: int = 0
     job: str = ""
-    restart: str = ""
+    restarts: list[int] = field(default_factory=list)
     since: str = "?"
 
     @classmethod
     def current(cls, host: str, environment: Mapping[str, str]) -> "Holder":
         """This process."""
-        job = environment.get("SLURM_JOB_ID", "")
-        restart = environment.get("SLURM_RESTART_COUNT", "0")
+        launch = Launch.current(environment) or Launch("", [])
+        # torchrun without --rdzv-id or --standalone calls all its commands `none`.
+        job = "" if launch.job == "none" else launch.job
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        return cls(host, os.getpid(), job, restart, now)
+        return cls(host, os.getpid(), job, launch.restarts, now)
 
     def __str__(self) -> str:
-        job = f", job {self.job}" if self.job else ""
+        job = f", job {self.job}" if self.job.isdigit() else ""
         return f"{self.host} (pid {self.pid}{job}, since {self.since})"
 
     def is_earlier_start(self, me: "Holder") -> bool:
-        """Whether this is the same Slurm job before it was requeued."""
-        return self.job != "" and self.job == me.job and self.restart != me.restart
+        """Whether this belongs to the launch of `me`, before the ranks were started again."""
+        return self.job != "" and self.job == me.job and self.restarts < me.restarts
 
     def is_gone(self, me: "Holder") -> bool:
         """Whether no process of `me`'s host has this process's number, or one that has ended and

@@ -57,8 +57,9 @@ class Watchdog:
     """One rank's watchdog. Call `beat` whenever a step, or part of one, is finished."""
 
     def __init__(self, identity: Identity, directory: Path, timeouts: Timeouts) -> None:
-        self.on_end: Callable[[int, str], None] = lambda code, line: None
-        """Called on rank 0 with the exit code and the line, before the process ends."""
+        self.on_end: Callable[[int, str, Missing], None] = lambda code, line, lost: None
+        """Called on rank 0 with the exit code, the line and the ranks that were lost, before the
+        process ends."""
         self._identity, self._directory, self._timeouts = identity, directory, timeouts
         self._ledger: Ledger | None = None
         self._liveness: LivenessCheck | None = None
@@ -179,7 +180,7 @@ class Watchdog:
             # The store is gone, but rank 0 may only have left in order a little earlier.
             if not self._closed.wait(self._timeouts.answer):
                 line = f"rank 0 on {liveness.first_host}: lost, no answer"
-                self._leave(LOST, line, first_is_lost=True)
+                self._leave(LOST, line, [(0, liveness.first_host)])
             return
         if alarm.rank != self._identity.rank:  # otherwise the thread that raised it goes on
             self._end(alarm)
@@ -216,13 +217,13 @@ class Watchdog:
         if alarm.hang:
             report.join(limits.storage)
         if answers.missing:
-            first_is_lost = answers.missing[0][0] == 0
-            self._leave(*self._explain_lost(alarm, answers.missing), first_is_lost)
+            self._leave(*self._explain_lost(alarm, answers.missing), answers.missing)
         if alarm.hang:
             self._leave(*self._explain_hang(alarm, answers))
         if alarm.rank != self._identity.rank:
             # That rank prints its error first. This one may have met the same and keeps silent.
             time.sleep(4 * LOCAL_GRACE)
+            self._record(alarm.code, f"rank {alarm.rank} failed with exit code {alarm.code}")
             self._leave(alarm.code)
         faulthandler.cancel_dump_traceback_later()
 
@@ -284,15 +285,19 @@ class Watchdog:
             doing = self._status.current
             write_stacks(folder, self._identity, self._step, idle, self._ledger, doing)
 
-    def _leave(self, code: int, line: str = "", first_is_lost: bool = False) -> None:
-        """End the process at once. To unwind the stack would wait for the lost ranks."""
-        is_first = self._identity.rank == 0
+    def _record(self, code: int, line: str, lost: Missing = ()) -> None:
+        if self._identity.rank == 0:
+            call_with_timeout(self._timeouts.storage, lambda: self.on_end(code, line, lost))
+
+    def _leave(self, code: int, line: str = "", lost: Missing = ()) -> None:
+        """End the process at once. To unwind the stack would wait for the `lost` ranks."""
+        is_first, first_is_lost = self._identity.rank == 0, bool(lost) and lost[0][0] == 0
         try:
             # If rank 0 cannot print, two ranks a host do: one of them may be lost, too.
             if line and (is_first or (first_is_lost and self._identity.local_rank < 2)):
                 print_error(f"megafrontier: {line}")
-            if line and is_first:
-                call_with_timeout(self._timeouts.storage, lambda: self.on_end(code, line))
+            if line:
+                self._record(code, line, lost)
             sys.stdout.flush()
         finally:  # also if stdout is closed
             os._exit(code)

@@ -1,11 +1,16 @@
 """Restart history: RUN/attempts.jsonl, and when a run that makes no progress is given up.
 
 Note [Restart history]
-Each start of a run adds lines to attempts.jsonl: `reached`, the last step of the starts before it;
-`resumed`, the step it resumes from; `ended`, its exit code, if it can still write that. A start
-that ended by a crash, a kill or a lost rank has failed. Failed starts in a row are counted while
-they resume from the same checkpoint and get no further than the first of them. After
+Each start of a run adds lines to attempts.jsonl. Rank 0 writes `reached`, the last step of the
+starts before it; `resumed`, the step it resumes from; `first_step`, the first step it finishes, and
+what the failure before it has cost; `ended`, its exit code, if it can still write that. What has
+started the ranks (slurm/train.sbatch, or the parent of local ranks) writes `failed`, the exit code
+that it sees, and what was lost.
+
+A start that ended by a crash, a kill or a lost rank has failed. Failed starts in a row are counted
+while they resume from the same checkpoint and get no further than the first of them. After
 `train.attempts` of them the run is given up, because the next start would fail in the same place.
+It makes no difference whether a start follows in the same job or after a requeue.
 
 Not counted: a start after which bad-nodes.txt lists more hosts, because the next start leaves them
 out, and a cluster has only so many; codes after which somebody has looked at the run (2, 3, 130).
@@ -14,36 +19,60 @@ slurm/train.sbatch notes ("unmet") and counts the starts that end before all ran
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megafrontier.common.errors import (
     BAD_INPUT,
     FAILED,
     INTERRUPTED,
+    LOST,
     STOPPED,
     FatalError,
     RunFailed,
 )
 from megafrontier.common.files import sync_file
-from megafrontier.config import Config
-from megafrontier.parallel.env import Identity
-from megafrontier.parallel.world import World
+from megafrontier.parallel.env import LAUNCHED, Identity, Launch
+
+if TYPE_CHECKING:  # torch takes seconds to import, and slurm/train.sbatch waits for this module
+    from megafrontier.config import Config
+    from megafrontier.parallel.world import World
 
 FILE_NAME = "attempts.jsonl"
 _TAIL_BYTES = 2**20
+_END_KEYS = frozenset(("ended", "failed", "unmet"))
 RestartRecord = dict[str, Any]
 """A line of attempts.jsonl."""
 
 
-class StartRecord:
-    """What attempts.jsonl says of the present start. Ranks other than 0 write nothing."""
+@dataclass(frozen=True)
+class Outage:
+    """The time without a finished step before the present start.
 
-    def __init__(self, path: Path | None, info: Callable[[str], None]) -> None:
-        self._path, self._info = path, info
+    `since`: when it began, in seconds since 1970. `reached`: the last finished step. `failures`:
+    the starts that have failed since then; 0 if the run was asked to stop. `what`: what the newest
+    of them lost.
+    """
+
+    since: float
+    reached: int
+    failures: int
+    what: str
+
+
+class StartRecord:
+    """What attempts.jsonl says of the present start. Ranks other than 0 write nothing. `outage`:
+    before this start."""
+
+    def __init__(
+        self, path: Path | None, info: Callable[[str], None], outage: Outage | None = None
+    ) -> None:
+        self._path, self._info, self._outage = path, info, outage
 
     def add(self, **values: Any) -> None:
         """Add a line. After the first line that cannot be written, which is a warning, no more are
@@ -51,22 +80,45 @@ class StartRecord:
         if self._path is None:
             return
         try:
-            _append(self._path, values)
+            append_record(self._path, values)
         except OSError as error:
             why = f"{self._path.name} is not written: {error.strerror}"
             self._info(f"warning: {why}; failed starts are not counted (train.attempts)")
             self._path = None
 
-    def end(self, code: int, reason: str = "") -> None:
-        """Add the exit code, and the error message if there is one."""
-        self.add(ended=code, **({"reason": reason} if reason else {}))
+    def end(self, code: int, reason: str = "", lost: Collection[object] = ()) -> None:
+        """Add the exit code, the error message if there is one, and the ranks that were `lost`,
+        which are not going to end by themselves."""
+        self.add(
+            ended=code,
+            **({"reason": reason} if reason else {}),
+            **({"lost": list(lost)} if lost else {}),
+        )
+
+    def finish_first_step(self, step: int, resumed: int) -> None:
+        """Add the first step that this start has finished, and log what a failure before it has
+        cost. `resumed`: the step that this start went on from."""
+        now, outage = time.time(), self._outage
+        values: RestartRecord = {"first_step": step}
+        if begun := os.environ.get(LAUNCHED):
+            values["start_seconds"] = round(now - float(begun), 1)
+        if outage is not None:
+            values["lost_steps"] = max(0, outage.reached - resumed)
+            values["down_seconds"] = round(now - outage.since, 1)
+        self.add(**values)
+        if outage is not None and outage.failures:
+            count = f"failure {outage.failures} in a row: " if outage.failures > 1 else ""
+            self._info(
+                f"restart: {count}{outage.what}; back from step {outage.reached} to {resumed}; "
+                f"{values['down_seconds']:.1f} s from the failure to the end of step {step}"
+            )
 
 
 @contextmanager
 def record_start(
-    config: Config,
+    config: "Config",
     identity: Identity,
-    world: World,
+    world: "World",
     info: Callable[[str], None],
     excluded_nodes: Callable[[], Collection[str]],
 ) -> Iterator[StartRecord]:
@@ -78,9 +130,12 @@ def record_start(
     record, refusal = StartRecord(None, info), None
     if world.rank == 0:
         path = Path(config.run.directory) / FILE_NAME
-        reached, excluded = reached_step(path.with_name("metrics.jsonl")), len(excluded_nodes())
+        metrics = path.with_name("metrics.jsonl")
+        reached, excluded = reached_step(metrics), len(excluded_nodes())
         refusal = _refusal(path, reached, excluded, config.train.attempts)
-        record = StartRecord(path, info)
+        record = StartRecord(
+            path, info, find_outage(read_records(path), reached, _changed(metrics))
+        )
         who = {"host": identity.host, "ranks": identity.world_size, **_launch()}
         record.add(reached=reached, bad_nodes=excluded, **who)
     try:
@@ -92,7 +147,7 @@ def record_start(
 
 
 def _refusal(path: Path, reached: int, excluded: int, limit: int) -> str | None:
-    failures = count_failures(_entries(path), reached, excluded)
+    failures = count_failures(read_records(path), reached, excluded)
     if limit == 0 or failures < limit:
         return None
     return (
@@ -101,7 +156,7 @@ def _refusal(path: Path, reached: int, excluded: int, limit: int) -> str | None:
     )
 
 
-def count_failures(entries: Iterator[RestartRecord], reached: int, excluded: int) -> int:
+def count_failures(entries: Iterable[RestartRecord], reached: int, excluded: int) -> int:
     """The number of failed starts since the run last made progress (Note [Restart history]).
 
     `reached` is the last step of the newest start, `excluded` the number of hosts in bad-nodes.txt
@@ -129,6 +184,47 @@ def count_failures(entries: Iterator[RestartRecord], reached: int, excluded: int
     return failures
 
 
+def find_outage(
+    records: Iterable[RestartRecord], reached: int, finished: float = 0.0
+) -> Outage | None:
+    """The time without a finished step that the next start ends. None before the first start, and
+    after a run that was done.
+
+    reached: the last finished step. finished: when that was, in seconds since 1970, for a start
+        that could not record how it ended.
+    """
+    since, failures, what, code = 0.0, 0, "", 0
+    for start in _group_by_start(records):
+        if any("first_step" in record for record in start):
+            since, failures = 0.0, 0
+        ends = [record for record in start if record.keys() & _END_KEYS]
+        code = next((ends[0][key] for key in _END_KEYS if key in ends[0]), LOST) if ends else LOST
+        since = since or (_seconds(ends[0]) if ends else max(_seconds(start[-1]), finished))
+        if code not in (0, BAD_INPUT, FAILED, STOPPED, INTERRUPTED):
+            failures += 1
+            reasons = [end["reason"] for end in ends if "reason" in end]
+            what = reasons[-1] if reasons else "a start that left no word"
+    return Outage(since, reached, failures, what.partition(";")[0]) if since and code else None
+
+
+def _group_by_start(records: Iterable[RestartRecord]) -> list[list[RestartRecord]]:
+    """The records of each start. One that slurm/train.sbatch has noted has a single record."""
+    starts: list[list[RestartRecord]] = []
+    for record in records:
+        if "reached" in record or "unmet" in record:
+            starts.append([])
+        if starts:
+            starts[-1].append(record)
+    return starts
+
+
+def _seconds(record: RestartRecord) -> float:
+    """When a record was written, in seconds since 1970; 0 if it does not say."""
+    with suppress(KeyError, ValueError, TypeError):
+        return datetime.fromisoformat(record["at"]).timestamp()
+    return 0.0
+
+
 def _ended_well(start: RestartRecord, reached: int) -> bool:
     """Whether a start has not failed. A stop request before the first step is a failure, because
     it means that the time limit is too short for one step."""
@@ -140,7 +236,7 @@ def _ended_well(start: RestartRecord, reached: int) -> bool:
 def record_interrupt(directory: Path) -> None:
     """Record Ctrl-C as the end of the newest start."""
     with suppress(OSError):
-        _append(directory / FILE_NAME, {"ended": INTERRUPTED})
+        append_record(directory / FILE_NAME, {"ended": INTERRUPTED})
 
 
 def record_begun(directory: Path, wanted: str) -> None:
@@ -148,7 +244,7 @@ def record_begun(directory: Path, wanted: str) -> None:
     the launch have the same arguments and must not do it again. Only rank 0 calls it.
     Raises OSError."""
     if launch := _launch():
-        _append(directory / FILE_NAME, {"begun": wanted, **launch})
+        append_record(directory / FILE_NAME, {"begun": wanted, **launch})
 
 
 def has_begun(directory: Path, wanted: str) -> bool:
@@ -163,13 +259,17 @@ def has_begun(directory: Path, wanted: str) -> bool:
     )
 
 
+def record_failure(directory: Path, code: int, reason: str, nodes: Collection[str] = ()) -> None:
+    """Record that the ranks of the newest start have ended with this code, what was lost, and on
+    which nodes. For what has started them. Raises OSError."""
+    where = {"nodes": list(nodes)} if nodes else {}
+    record = {"failed": code, "reason": reason, **where, **_launch()}
+    append_record(directory / FILE_NAME, record)
+
+
 def _launch() -> RestartRecord:
-    """The Slurm job or torchrun command that this start belongs to, and how often Slurm and
-    torchrun have restarted it; empty without both."""
-    job = os.environ.get("SLURM_JOB_ID", os.environ.get("TORCHELASTIC_RUN_ID"))
-    counts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-    restarts = [int(os.environ.get(name) or 0) for name in counts]
-    return {} if job is None else {"job": job, "restarts": restarts}
+    launch = Launch.current(os.environ)
+    return {} if launch is None else asdict(launch)
 
 
 def reached_step(metrics: Path) -> int:
@@ -185,6 +285,13 @@ def recorded_keys(metrics: Path, step: int) -> set[str]:
     return {key for line in lines if line.get("step") == step for key in line}
 
 
+def _changed(path: Path) -> float:
+    """When a file was written last, in seconds since 1970; 0 if it cannot be read."""
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
 def _newest_lines(metrics: Path) -> Iterator[RestartRecord]:
     """The last lines of metrics.jsonl, newest first."""
     with suppress(OSError), metrics.open("rb") as file:
@@ -192,7 +299,8 @@ def _newest_lines(metrics: Path) -> Iterator[RestartRecord]:
         yield from _parse(reversed(file.read().decode(errors="replace").splitlines()))
 
 
-def _entries(path: Path) -> Iterator[RestartRecord]:
+def read_records(path: Path) -> Iterator[RestartRecord]:
+    """The lines of attempts.jsonl, as far as they can be read."""
     with suppress(OSError):
         yield from _read(path)
 
@@ -210,9 +318,9 @@ def _parse(lines: Iterator[str]) -> Iterator[RestartRecord]:
                 yield entry
 
 
-def _append(path: Path, values: RestartRecord) -> None:
+def append_record(path: Path, values: RestartRecord) -> None:
     """Add a line to a file whose last line may have been cut short. Raises OSError."""
-    line = json.dumps({"at": datetime.now(UTC).isoformat(timespec="seconds"), **values}) + "\n"
+    line = json.dumps({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), **values}) + "\n"
     with path.open("ab+") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)

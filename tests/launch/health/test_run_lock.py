@@ -114,8 +114,8 @@ def test_a_killed_process_of_another_host_blocks_the_next_until_the_lock_expires
 
 
 def test_a_requeued_job_takes_over_from_its_earlier_start_at_once(tmp_path, lines, no_expiry):
-    killed_holder(tmp_path, replace(ELSEWHERE, job="12", restart="0"))
-    acquire(tmp_path, replace(HERE, job="12", restart="1"), lines.append).release()
+    killed_holder(tmp_path, replace(ELSEWHERE, job="12", restarts=[0, 0, 1]))
+    acquire(tmp_path, replace(HERE, job="12", restarts=[1, 0, 0]), lines.append).release()
     assert lines == []
 
 

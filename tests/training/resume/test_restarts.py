@@ -19,6 +19,8 @@ from megafrontier.launch.health import excluded_nodes
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.world import World
 from megafrontier.training.resume.restarts import (
+    Outage,
+    find_outage,
     has_begun,
     reached_step,
     record_begun,
@@ -230,3 +232,31 @@ def test_a_restart_of_a_launch_knows_what_an_earlier_start_has_begun(
     record_begun(tmp_path, "never")
     become(**later)
     assert has_begun(tmp_path, "never") is is_restart
+
+
+def record(second, **values):
+    return {"at": f"1970-01-01T00:00:{second:02d}+00:00", **values}
+
+
+RAN = [record(1, reached=0), record(3, first_step=1)]
+KILLED = record(5, ended=LOST, reason="rank 1 on n2: lost, no answer; stacks in hang")
+SEEN = record(9, failed=137, reason="node n2 was lost: down")
+OUTAGES = {
+    "the first start": ([], None),
+    "after the last step": ([*RAN, record(5, ended=0)], None),
+    "after a stop": ([*RAN, record(5, ended=STOPPED)], Outage(5, 7, 0, "")),
+    "rank 0 alone says it": ([*RAN, KILLED], Outage(5, 7, 1, "rank 1 on n2: lost, no answer")),
+    "the launcher knows more": ([*RAN, KILLED, SEEN], Outage(5, 7, 1, "node n2 was lost: down")),
+    "no step between": (
+        [*RAN, KILLED, record(7, reached=7), SEEN, record(11, unmet=1)],
+        Outage(5, 7, 3, "a start that left no word"),
+    ),
+    "a step between": ([*RAN, KILLED, *RAN, SEEN], Outage(9, 7, 1, "node n2 was lost: down")),
+    "nobody says it": (RAN, Outage(6, 7, 1, "a start that left no word")),
+}
+
+
+@pytest.mark.parametrize(("records", "outage"), OUTAGES.values(), ids=OUTAGES)
+def test_an_outage_lasts_from_the_first_failure_to_the_next_finished_step(records, outage):
+    """If no one saw the failure, from the last finished step, which was at second 6."""
+    assert find_outage(records, reached=7, finished=6.0) == outage

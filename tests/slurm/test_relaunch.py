@@ -1,0 +1,49 @@
+"""A failure costs a job seconds, not its place in the queue: its ranks start again in it."""
+
+import json
+
+import pytest
+
+from tests.slurm.jobs import STEPS
+from tests.slurm.test_life import assert_finished
+
+
+def test_a_job_goes_on_without_a_killed_process_and_without_a_lost_node(training):
+    """In the same job, on its spare node, with the losses of an unbroken run to the bit."""
+
+    def first_steps():
+        path = training.directory / "attempts.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [record for record in map(json.loads, lines) if "first_step" in record]
+
+    gate = training.gate()
+    job = training.submit("run.spare_nodes=1", **gate.environment)
+    gate.let_pass(6)
+    training.wait_for_step(job, 6)
+    assert len(job.nodes) == 3
+    _, lost, spare = job.nodes
+    job.kill_rank(1)
+    gate.let_pass(7)
+    job.wait_until(lambda: len(first_steps()) == 2, "a step after the kill")
+    training.cluster.cut(lost)
+    gate.let_pass(STEPS)
+    job.wait_until(lambda: len(first_steps()) == 3, "a step without the node")
+    assert {lost, spare} & {*job.nodes} == {spare}
+    assert_finished(training, job, restarts=0)
+    killed, cut = [line for line in job.output.splitlines() if line.startswith("restart: ")]
+    assert killed.startswith(f"restart: rank 1 on {lost}: lost, no answer; back from step ")
+    assert cut.startswith(f"restart: node {lost} was lost: ")
+
+
+@pytest.mark.exhaustive
+def test_a_job_that_loses_its_first_node_and_so_its_script_goes_back_to_the_queue(training):
+    """Slurm would keep it, idle, until its time limit."""
+    gate = training.gate()
+    given = {"MEGAFRONTIER_WATCH_SECONDS": "2", **gate.environment}
+    job = training.submit("run.spare_nodes=1", **given)
+    gate.let_pass(1)
+    training.wait_for_step(job, 1)
+    lost = job.nodes[0]
+    training.cluster.cut(lost)
+    job.wait_for_restart(1)
+    assert f"node {lost} was lost, and with it the batch script, requeued" in job.output
