@@ -132,11 +132,20 @@ def certify(
 
 def _most_ranks(ranks: int) -> int:
     """Ranks of the small meshes that the memory here has room for."""
-    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / GIB
+    room = _available_bytes() / GIB
     most = min(MOST_RANKS, int(room / RANK_GIB))
     fits = f"need {RANK_GIB * min(2, ranks):g} of free memory here"
     need(most >= min(2, ranks), "certify", f"{room:.2g} GiB", fits)
     return max(2, most)
+
+
+def _available_bytes() -> int:
+    """Memory that new processes may take, by Linux; elsewhere all there is."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if "MemAvailable" in line)
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @contextmanager
