@@ -1,5 +1,6 @@
 """The same training without this library's engine, loss and optimizer: plain PyTorch."""
 
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -11,12 +12,15 @@ from megafrontier.certify.runs import Tensors, TrainedRun, whole_states
 from megafrontier.checkpoint.format import BUFFER
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.commands.checkpoints import saved_config
-from megafrontier.config import Config
+from megafrontier.config import Config, ExpertGroupsConfig, ModelConfig
 from megafrontier.data.sampling.loader import open_loader
 from megafrontier.model.flops import parameter_specs
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.model.loss import IGNORE_INDEX
+
+SLOPE_DISTANCE = 0.03
+"""How far the weights of a parameter move: far enough for the rounding of the loss."""
 
 
 def why_no_plain_gradient(config: Config) -> str | None:
@@ -64,6 +68,55 @@ def plain_gradients(config: Config) -> tuple[float, Tensors]:
     named = model.named_parameters()
     gradients = {name: p.grad.flatten() / tokens for name, p in named if p.grad is not None}
     return total / tokens, gradients
+
+
+def gap_of_slopes(config: Config) -> Gap:
+    """How far each parameter's gradient is from the slope of the loss along a random direction, in
+    the gradient's root mean square. In a mixture all experts are active: which are the best changes
+    in jumps."""
+    model, generator = GPT(_without_choice(config.model)), torch.Generator().manual_seed(0)
+    initialise(model, config.run.seed)
+    loader = open_loader(config, "train", 0, 1)
+    assert loader is not None
+    batch = loader.step(0)[0]
+    loader.close()
+
+    def loss() -> torch.Tensor:
+        found: torch.Tensor = model(batch.tokens, batch.targets, batch.documents)
+        return found
+
+    def value() -> float:
+        """With the loss of `prediction`, which is in the gradient alone."""
+        found, predicted = loss().item(), model.head.prediction
+        if predicted is not None:
+            found += predicted.coefficient * predicted.take(batch.tokens.device)[0].item()
+        return found
+
+    loss().backward()
+    value()  # takes what the call for the gradient has left
+    gaps = []
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        assert gradient is not None
+        direction = torch.randn(parameter.shape, generator=generator)
+        direction *= SLOPE_DISTANCE / direction.norm()
+        kept, losses = parameter.detach().clone(), []
+        for sign in (1, -1):
+            parameter.data.copy_(kept + sign * direction)
+            losses.append(value())
+        parameter.data.copy_(kept)
+        expected = 2 * (gradient * direction).sum().item()
+        scale = 2 * SLOPE_DISTANCE * gradient.norm().item() / parameter.numel() ** 0.5
+        difference = losses[0] - losses[1] - expected
+        gaps.append(Gap(abs(difference) / max(abs(expected), scale, 1e-9), name))
+    return largest(gaps)
+
+
+def _without_choice(model: ModelConfig) -> ModelConfig:
+    model = deepcopy(model)
+    if model.moe is not None:
+        model.moe.active, model.moe.groups = model.moe.experts, ExpertGroupsConfig()
+    return model
 
 
 def gap_of_updates(run: TrainedRun, config: Config) -> Gap:

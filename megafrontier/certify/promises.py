@@ -22,6 +22,7 @@ from megafrontier.certify.compare import (
 )
 from megafrontier.certify.miniature import BAD, SAVED, STEPS, Miniature
 from megafrontier.certify.plain import (
+    gap_of_slopes,
     gap_of_updates,
     initial_weights,
     losses_of_export,
@@ -47,6 +48,7 @@ PRECISION_ERRORS = {"bf16": 0.1, "fp16": 0.02, "fp32": 0.0}
 """The relative error of the gradient of a small model that computes in a type."""
 
 EXPORT_BOUND = 1e-4
+SLOPE_BOUND = 0.02
 DROPOUT = 0.2
 
 GRADIENT, RESUME = "every gradient", "resume, to the bit"
@@ -97,6 +99,7 @@ def try_reference(laboratory: Laboratory, miniature: Miniature) -> Iterator[Find
         yield _within(promise, largest([gaps, gap_of_tensors(found, gradients)]))
     else:
         yield Finding(promise, "open", where=f"no plain formula of {reason}")
+    yield _within("one process: gradients are slopes", gap_of_slopes(config), SLOPE_BOUND)
     promise, reason = "one process: updates of torch's optimizers", why_no_plain_update(config)
     if reason is None:
         yield _within(promise, gap_of_updates(run, config))
