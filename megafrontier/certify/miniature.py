@@ -28,11 +28,12 @@ from megafrontier.plan.resolve import RunPlan
 
 T = TypeVar("T")
 
-STEPS = 4
+STEPS = 5
 SAVED = 2
 """The step of the checkpoint that runs resume from."""
-BAD = 3
-"""The step whose gradient is made not finite, so that it must be skipped."""
+BAD = 4
+"""The step whose gradient is made not finite, so that it must be skipped. It drops the errors of
+error feedback, so a step that uses those of the checkpoint comes before it."""
 RECORDER = "megafrontier.certify.recorder.Recorder"
 LEARNING_RATE = 0.01
 LEAST_EPS = 1e-3
