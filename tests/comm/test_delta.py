@@ -59,7 +59,7 @@ def test_a_constant_change_is_published_in_full_over_time():
         for unit in engine.units:
             unit.master.add_(torch.randn_like(unit.master))
         found = []
-        for _ in range(12):
+        for _ in range(8):
             publish(engine)
             found.append(largest_difference(engine, dtype))
         return found

@@ -51,11 +51,11 @@ def test_every_strategy_gives_the_losses_of_one_process(alone):
 FREE = [
     ((8,), Placement(1, 1, 1, 1)),
     ((2, 4), Placement(0, 0, 1, 2)),
-    ((4, 2), Placement(1, 0, 2, 2)),
+    pytest.param((4, 2), Placement(1, 0, 2, 2), marks=pytest.mark.exhaustive),
     ((2, 1, 2, 2), Placement(2, 1, 3, 4)),
     ((1, 2, 2, 1, 2), Placement(3, 2, 4, 5)),
     ((2, 2, 2), Placement(0, 0, 1, 1)),
-    ((2, 2, 2), Placement(2, 2, 2, 3)),
+    pytest.param((2, 2, 2), Placement(2, 2, 2, 3), marks=pytest.mark.exhaustive),
 ]
 
 

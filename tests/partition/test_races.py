@@ -112,10 +112,10 @@ def watch(case, policy, sizes=(2, 2), steps=2, order=1, update="at_once"):
 @pytest.mark.parametrize(
     ("case", "policy", "sizes", "order"),
     [
-        (TOPO, "safe", (2, 2), 1),
+        pytest.param(TOPO, "safe", (2, 2), 1, marks=pytest.mark.exhaustive),
         (TOPO, "full", (2, 2, 2), 1),
         (HPZ, "full", (2, 2), 1),
-        (ZERO2, "full", (2, 2), 1),
+        pytest.param(ZERO2, "full", (2, 2), 1, marks=pytest.mark.exhaustive),
         (ZERO3, "full", (2, 2), -1),  # units are gathered ahead in vain
     ],
 )
@@ -135,7 +135,13 @@ def test_copies_to_and_from_the_host_use_no_memory_that_is_in_use(case, policy):
 
 
 @pytest.mark.parametrize(
-    ("case", "policy"), [(TOPO, "full"), (ZERO2, "safe"), (ZERO3, "full"), (DDP, "safe")]
+    ("case", "policy"),
+    [
+        (TOPO, "full"),
+        pytest.param(ZERO2, "safe", marks=pytest.mark.exhaustive),
+        (ZERO3, "full"),
+        (DDP, "safe"),
+    ],
 )
 def test_updates_under_the_forward_use_no_memory_that_is_in_use(case, policy):
     found, freed, operators = watch(case, policy, update="overlapped")

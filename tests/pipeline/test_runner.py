@@ -32,15 +32,8 @@ ZBV = ZB | {"stages_per_rank": 2}
 INTERLEAVED = {"schedule": "interleaved", "stages_per_rank": 2}
 UNEVEN = INTERLEAVED | {"layers": [1, 2, 1, 1]}
 CASES = [
-    ((2,), Splits(pipeline=2), "ddp", Case(LLAMA | FOUR, accumulation=4, parallel=ZB)),
     ((2, 2), Splits(pipeline=2), "topo", Case(GPT2 | FOUR, accumulation=4, parallel=ZB)),
     ((2, 2), Splits(pipeline=2), "zero3", Case(NEOX | FOUR, accumulation=4, parallel=ZBV)),
-    (
-        (2, 2, 2),
-        Splits(pipeline=2),
-        "topo",
-        Case(GROUPED | FOUR, accumulation=4, parallel=ZBV),
-    ),
     (
         (2, 2),
         Splits(tensor=2, pipeline=2),
@@ -59,12 +52,6 @@ CASES = [
             built={"checkpointing": "selective"},
             options={"overlap": "full"},
         ),
-    ),
-    (
-        (2, 2, 2),
-        Splits(tensor=4, pipeline=2),
-        "topo",
-        Case(GROUPED | {"layers": 3}, accumulation=4, steps=1, parallel=ZB | {"layers": [2, 1]}),
     ),
     (
         (2, 2),
@@ -91,7 +78,6 @@ CASES = [
         Case(LATENT_QUERIES, accumulation=2, steps=2, parallel=ZB),
     ),
     ((2,), Splits(pipeline=2), "ddp", Case(LLAMA | FOUR, accumulation=4)),
-    ((2, 2), Splits(pipeline=2), "zero3", Case(LLAMA | FOUR, accumulation=4)),
     ((2, 2), Splits(pipeline=4), "topo", Case(NEOX | FOUR, "empty rows", accumulation=8)),
     (
         (2, 2, 2),
@@ -105,7 +91,6 @@ CASES = [
         "zero3",
         Case(GPT2 | {"layers": 5}, accumulation=4, steps=2, parallel=UNEVEN),
     ),
-    ((2, 2), Splits(pipeline=4), "topo", Case(GPT2 | FOUR, accumulation=4, steps=2)),
     (
         (2, 2, 2),
         Splits(tensor=2, context=2, pipeline=2),
@@ -113,10 +98,34 @@ CASES = [
         Case(GROUPED | {"layers": 3}, "one token", accumulation=3, steps=2, documents=True),
     ),
 ]
+MORE = [
+    ((2,), Splits(pipeline=2), "ddp", Case(LLAMA | FOUR, accumulation=4, parallel=ZB)),
+    (
+        (2, 2, 2),
+        Splits(pipeline=2),
+        "topo",
+        Case(GROUPED | FOUR, accumulation=4, parallel=ZBV),
+    ),
+    (
+        (2, 2, 2),
+        Splits(tensor=4, pipeline=2),
+        "topo",
+        Case(GROUPED | {"layers": 3}, accumulation=4, steps=1, parallel=ZB | {"layers": [2, 1]}),
+    ),
+    ((2, 2), Splits(pipeline=2), "zero3", Case(LLAMA | FOUR, accumulation=4)),
+    ((2, 2), Splits(pipeline=4), "topo", Case(GPT2 | FOUR, accumulation=4, steps=2)),
+]
+"""With --exhaustive only."""
 
 
 @pytest.mark.parametrize(("sizes", "splits", "cases"), by_mesh(CASES))
 def test_a_pipeline_gives_one_processs_losses_and_gradients(sizes, splits, cases):
+    assert_cases(sizes, splits, cases)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("sizes", "splits", "cases"), by_mesh(MORE))
+def test_more_pipelines_give_one_processs_losses_and_gradients(sizes, splits, cases):
     assert_cases(sizes, splits, cases)
 
 

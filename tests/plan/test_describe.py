@@ -70,8 +70,8 @@ def test_several_communicators_at_once_are_warned_of_on_devices_on_which_they_ha
 @pytest.mark.parametrize(
     ("batch", "line"),
     [
-        (32, "pipeline: 4 stages, 1f1b, 8 micro-batches: bubble "),
-        (8, "warning: pipeline: 4 stages, 1f1b, 2 micro-batches: bubble "),
+        (64, "pipeline: 4 stages, 1f1b, 8 micro-batches: bubble "),
+        (16, "warning: pipeline: 4 stages, 1f1b, 2 micro-batches: bubble "),
     ],
 )
 def test_a_pipelines_bubble_is_logged_and_warned_of_if_micro_batches_are_few(tmp_path, batch, line):

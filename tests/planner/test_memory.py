@@ -137,11 +137,13 @@ MORE = [
 
 
 MOE = {"model.moe": MoEConfig(experts=8, active=2, ffn_hidden=64, shared_experts=1)}
-ROUTED: list[tuple[dict[str, int], dict[str, Any], RoutingKind, float]] = [
+ROUTED: list[Any] = [
     ({"expert": 4}, TOPO, "uniform", PEAK),
     ({"expert": 4}, {**TOPO, **BLOCK}, "one", 2.0),
     ({"expert": 4}, {"partition.strategy": "zero3"}, "full", 2.0),
-    ({}, {"partition.strategy": "zero2"}, "uniform", PEAK),
+    pytest.param(
+        {}, {"partition.strategy": "zero2"}, "uniform", PEAK, marks=pytest.mark.exhaustive
+    ),
 ]
 """Splits, configuration, routing, and how many times the average a rank may have at once."""
 

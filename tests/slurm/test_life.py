@@ -4,6 +4,8 @@ losses."""
 import json
 import sys
 
+import pytest
+
 from tests.slurm.cluster import ROOT
 from tests.slurm.jobs import ASKING_SECONDS, ENDED, STEPS, unbroken
 
@@ -94,6 +96,7 @@ def test_ranks_that_srun_starts_from_a_login_node_meet_on_the_first_of_their_own
     assert said.split() == [f"tcp://{nodes[0]}:3442"] * 2
 
 
+@pytest.mark.exhaustive
 def test_probe_under_srun_finds_the_nodes_and_the_rate_between_them(cluster):
     rate = 96e6
     cluster.network.shape(rate)

@@ -76,12 +76,21 @@ CASES = [
             LATENT_QUERIES | PREDICTION, documents=True, steps=2, built={"checkpointing": "block"}
         ),
     ),
+]
+MORE = [
     ((2, 2, 2), Splits(2, 2), "hpz", Case(GROUPED, "one token", accumulation=2, documents=True)),
 ]
+"""With --exhaustive only."""
 
 
 @pytest.mark.parametrize(("sizes", "splits", "cases"), by_mesh(CASES))
 def test_context_parallelism_gives_one_processs_losses_and_gradients(sizes, splits, cases):
+    assert_cases(sizes, splits, cases)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("sizes", "splits", "cases"), by_mesh(MORE))
+def test_more_context_splits_give_one_processs_losses_and_gradients(sizes, splits, cases):
     assert_cases(sizes, splits, cases)
 
 

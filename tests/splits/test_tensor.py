@@ -36,11 +36,9 @@ CASES = [
     ((2, 2), TWO, "ddp", Case(NEOX, masks="empty rows")),
     ((2, 2), TWO, "zero3", Case(GROUPED, masks="one token", options={"overlap": "full"})),
     ((2, 2), FOUR, "zero1", Case(LLAMA, masks="empty rows", z_loss=0.1)),
-    ((2, 2), FOUR, "zero3", Case(GROUPED, accumulation=2)),
     ((2, 2), TWO, "mics", Case(SHAPES["llama one kv head, biases, wide heads, other base"] | EVEN)),
     ((2, 2, 2), FOUR, "hpz", Case(GPT2, options={"overlap": "none"})),
     ((2, 2), FOUR, "topo", Case(OLMO, accumulation=2, steps=2)),
-    ((2, 2, 2), TWO, "topo", Case(GROUPED, accumulation=2, options={"check_order": True})),
     (
         (2, 2),
         TWO,
@@ -48,10 +46,21 @@ CASES = [
         Case(LATENT | PREDICTION, documents=True, steps=2, built={"checkpointing": "selective"}),
     ),
 ]
+MORE = [
+    ((2, 2), FOUR, "zero3", Case(GROUPED, accumulation=2)),
+    ((2, 2, 2), TWO, "topo", Case(GROUPED, accumulation=2, options={"check_order": True})),
+]
+"""With --exhaustive only."""
 
 
 @pytest.mark.parametrize(("sizes", "splits", "cases"), by_mesh(CASES))
 def test_tensor_parallelism_gives_one_processs_losses_and_gradients(sizes, splits, cases):
+    assert_cases(sizes, splits, cases)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("sizes", "splits", "cases"), by_mesh(MORE))
+def test_more_tensor_splits_give_one_processs_losses_and_gradients(sizes, splits, cases):
     assert_cases(sizes, splits, cases)
 
 

@@ -101,7 +101,7 @@ def test_checkpoints_move_between_splits(config_file, tmp_path):
 
 
 def test_checkpoints_of_a_mixture_of_experts_move_between_splits(config_file, tmp_path):
-    chosen = (*CHOSEN, MIXTURE, "train.micro_batch=2")
+    chosen = (*CHOSEN, MIXTURE)
     alone = runs.run(config_file, 1, *chosen, "machine=laptop", f"run.directory={tmp_path}/alone")
     relay = (
         (4, "parallel.expert=4", "train.stop_at=1"),

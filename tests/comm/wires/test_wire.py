@@ -41,7 +41,7 @@ def test_every_preset_trains_with_every_strategy_near_the_exact_losses(name):
         for strategy in STRATEGIES:
             placement = Placement.named(strategy, hierarchy.levels)
             wires = preset(name, strategy, hierarchy.levels)
-            found[strategy] = train_sharded(hierarchy, placement, False, 3, 2, wires)
+            found[strategy] = train_sharded(hierarchy, placement, False, 3, 1, wires)
         return found
 
     found = run_ranks((2, 2), body)

@@ -41,7 +41,9 @@ def assert_near(ours, theirs):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["selective", *(pytest.param(m, marks=pytest.mark.exhaustive) for m in MODES[:2])]
+)
 def test_blocks_with_experts_share_a_graph_whatever_tokens_the_experts_get(mode, compiler):
     config = small_config(**LOSS)
     plain, model = (GPT(config, checkpointing=mode, compile_blocks=c) for c in (False, True))

@@ -22,7 +22,7 @@ def test_the_heartbeat_comes_with_every_micro_batch_of_an_evaluation(config_file
             Evaluate(lambda: beats.append("batch"))._run(trainer)
         return beats
 
-    found = ["batch"] * 3 * 16 + [["step", "tokens", "valid_loss"]]
+    found = ["batch"] * 3 * 8 + [["step", "tokens", "valid_loss"]]
     assert run_mesh((1,), body) == [found]
 
 
