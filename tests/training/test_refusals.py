@@ -102,7 +102,7 @@ BAD = [
     (("partition.strategy=mics", "partition.error_feedback=true"),
      "partition.error_feedback: true, but no level within partition.optimizer"),
     (("train.global_batch=6",), "train.global_batch: 6, need a multiple of 8"),
-    (("train.global_batch=1000000000",), "train.global_batch: 1000000000, need at most 262144"),
+    (("train.global_batch=1000000000",), "train.global_batch: 1000000000, need at most 524288"),
     (("model.vocab_size=200",), "model.vocab_size: 200, need at least 257 for tokenizer bytes"),
     (("data.train=[{path: /nowhere/corpus}]",), "/nowhere/corpus.idx: "),
     (("data.split=[0,1]",), "data.split: [0.0, 1.0], need two parts"),
