@@ -3,8 +3,9 @@
     python -m scripts.mutants --out mutants.jsonl [--count 240] [--seed 1] [--jobs 2]
     python -m scripts.mutants --report mutants.jsonl
 
-A mutant that is in the file already is not tried again, except survivors with `--again`. The lines
-that each certificate executes, and its seconds, are measured first and kept in OUT.map.json.
+A mutant that is in the file already is not tried again. Survivors run the certificates that they
+have not run yet, or with `--again` all. The lines that each certificate executes, and its seconds,
+are measured first and kept in OUT.map.json.
 """
 
 import argparse
@@ -16,13 +17,14 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
 from scripts.mutants.by_hand import hand_mutants
-from scripts.mutants.choose import choose, files_of
-from scripts.mutants.report import kind_of, read_lines, report
-from scripts.mutants.trials import Measured, measure, run, trial_of
+from scripts.mutants.choose import Mutant, choose, files_of
+from scripts.mutants.report import Line, kind_of, read_equivalent, read_lines, report
+from scripts.mutants.trials import Measured, Trial, measure, run, trial_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megafrontier"
@@ -55,7 +57,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--most", type=int, help="certificates for each mutant")
     parser.add_argument("--again", action="store_true", help="try survivors again")
-    parser.add_argument("--only", default="", help="keys or configs, separated by commas")
+    parser.add_argument("--only", default="", help="keys of mutants, separated by commas")
     args = parser.parse_args()
     if args.report:
         print(report(args.report))
@@ -73,47 +75,56 @@ def main() -> int:
 
 
 def _try(args: argparse.Namespace) -> int:
-    only = {*filter(None, args.only.split(","))}
     configs = [CONFIGS / f"{name}.yaml" for name in ORDER]
-    configs = [c for c in configs if c.stem in only] or configs
     measured = _measured(args.out.with_suffix(".map.json"), configs, args.jobs)
-    scope = {*files_of(PACKAGE)}
-    executed = {name: set[int]() for name in sorted(scope)}
-    for of in measured.values():
-        for name in scope & of.lines.keys():
-            executed[name] |= of.lines[name]
+    trials = _trials(args, measured, read_lines(args.out), _chosen(args, measured))
+    print(f"{len(trials)} to try", flush=True)
+    limits = {config: of.limit for config, of in measured.items()}
+    results = run(iter(trials), certify, limits, args.jobs)
+    with args.out.open("a") as out, closing(results):
+        for trial, end, seconds in results:
+            mutant = trial.mutant
+            line = {"key": mutant.key, "operator": mutant.operator, "file": mutant.file}
+            line |= {"line": mutant.line, "end": end, "ran": trial.ran}
+            line |= {"seconds": round(seconds, 1), "mirrors": mutant.mirrors, "diff": mutant.diff}
+            out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            out.flush()
+            about = f"{mutant.key} {mutant.file}:{mutant.line} {mutant.operator}"
+            print(f"{about}: {end[:90] or kind_of(line)}", flush=True)
+    return 0
+
+
+def _chosen(args: argparse.Namespace, measured: Mapping[Path, Measured]) -> list[Mutant]:
+    """The mutants by hand and those of the seed, in a random order."""
+    executed = {
+        file: set[int]().union(*(of.lines.get(file, set()) for of in measured.values()))
+        for file in files_of(PACKAGE)
+    }
     mutants = [*hand_mutants(PACKAGE), *choose(PACKAGE, executed, args.count, args.seed)]
     mutants = list({mutant.key: mutant for mutant in mutants}.values())
     random.Random(args.seed).shuffle(mutants)
-    done = read_lines(args.out)
-    keys = {key for key, line in done.items() if not args.again or kind_of(line) != "survived"}
-    wanted = [m for m in mutants if (m.key in only if only - {c.stem for c in configs} else True)]
-    missing = [mutant for mutant in wanted if mutant.key not in keys]
-    print(f"{len(mutants)} mutants, {len(missing)} to try", flush=True)
-    trials = (trial_of(PACKAGE, mutant, measured, args.most) for mutant in missing)
-    limits = {config: of.limit for config, of in measured.items()}
-    with args.out.open("a") as out, closing(run(trials, certify, limits, args.jobs)) as results:
-        for trial, end, seconds in results:
-            mutant = trial.mutant
-            line = {
-                "key": mutant.key,
-                "operator": mutant.operator,
-                "file": mutant.file,
-                "line": mutant.line,
-                "end": end,
-                "ran": trial.ran,
-                "seconds": round(seconds, 1),
-                "mirrors": mutant.mirrors,
-                "diff": mutant.diff,
-            }
-            out.write(json.dumps(line, ensure_ascii=False) + "\n")
-            out.flush()
-            what = end or "SURVIVED"
-            print(
-                f"{mutant.key} {mutant.file}:{mutant.line} {mutant.operator}: {what[:90]}",
-                flush=True,
-            )
-    return 0
+    return mutants
+
+
+def _trials(
+    args: argparse.Namespace,
+    measured: Mapping[Path, Measured],
+    done: Mapping[str, Line],
+    mutants: Sequence[Mutant],
+) -> list[Trial]:
+    """What is left to try, `done` being what the file has. Equivalent mutants run nothing."""
+    trials, known, only = [], read_equivalent(), args.only.split(",")
+    for mutant in mutants:
+        line = done.get(mutant.key)
+        if (line is not None and line["end"]) or (args.only and mutant.key not in only):
+            continue
+        ran = [] if line is None or args.again else line["ran"]
+        trial = trial_of(PACKAGE, mutant, measured, args.most, ran)
+        if mutant.key in known:
+            trial.configs.clear()
+        if trial.configs or line is None:
+            trials.append(trial)
+    return trials
 
 
 def _measured(path: Path, configs: list[Path], jobs: int) -> dict[Path, Measured]:

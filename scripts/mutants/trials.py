@@ -46,13 +46,14 @@ class Trial:
     configs: deque[Path]
     mutant: Mutant | None = None
     traces: bool = False
-    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="mutant-")))
-    pid: int = 0
-    begun: float = 0.0
-    deadline: float = 0.0
     ran: list[str] = field(default_factory=list)
+    folder: Path = Path()
+    pid: int = 0
+    deadline: float = 0.0
 
-    def __post_init__(self) -> None:
+    def open(self) -> None:
+        """Make the copy."""
+        self.folder = Path(tempfile.mkdtemp(prefix="mutant-"))
         copy = self.folder / self.package.name
         shutil.copytree(self.package, copy)  # with what Python has compiled, and times of files
         if self.mutant is not None:
@@ -65,8 +66,7 @@ class Trial:
         """Fork the next certificate."""
         config = self.configs.popleft()
         self.ran.append(config.stem)
-        self.begun = time.monotonic()
-        self.deadline = self.begun + limit
+        self.deadline = time.monotonic() + limit
         self._result.unlink(missing_ok=True)
         sys.stdout.flush()
         parent, self.pid = os.getpid(), os.fork()
@@ -167,8 +167,8 @@ def run(trials: Iterator[Trial], check: Check, limits: Mapping[Path, float], job
                 is_over = trial is None
                 if trial is not None and not trial.configs:  # no certificate executes its lines
                     yield trial, "", 0.0
-                    trial.close()
                 elif trial is not None:
+                    trial.open()
                     trial.start(check, limits[trial.configs[0]])
                     running.append((trial, time.monotonic()))
             if not running:
@@ -216,10 +216,15 @@ def measure(
 
 
 def trial_of(
-    package: Path, mutant: Mutant, measured: Mapping[Path, Measured], most: int | None = None
+    package: Path,
+    mutant: Mutant,
+    measured: Mapping[Path, Measured],
+    most: int | None = None,
+    ran: Sequence[str] = (),
 ) -> Trial:
     """The trial of a mutant: the certificates that execute its lines, at most `most` of them, in
-    their order."""
+    their order, without those that it has survived already (`ran`)."""
     wanted = {*range(mutant.line, mutant.last + 1)}
     configs = [c for c, of in measured.items() if wanted & of.lines.get(mutant.file, set())]
-    return Trial(package, deque(configs[:most]), mutant)
+    left = deque(config for config in configs[:most] if config.stem not in ran)
+    return Trial(package, left, mutant, ran=[*ran])
