@@ -1,19 +1,24 @@
-"""The same training without this library's engine, loss and optimizer: plain PyTorch."""
+"""The same training without this library's engine, loss, optimizer and windows: plain PyTorch."""
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from megafrontier.certify.compare import NONE, Gap, assembled, gap_of_tensors, largest
 from megafrontier.certify.miniature import STEPS
-from megafrontier.certify.runs import Tensors, TrainedRun, whole_states
+from megafrontier.certify.runs import Tensors, TrainedRun, random_corpus, whole_states
 from megafrontier.checkpoint.format import BUFFER
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.commands.checkpoints import saved_config
 from megafrontier.config import Config, ExpertGroupsConfig, ModelConfig
-from megafrontier.data.sampling.loader import open_loader
+from megafrontier.data.sampling.batches import BatchSizes
+from megafrontier.data.sampling.loader import PARTS, CorpusPart, open_loader
+from megafrontier.data.sampling.samples import open_samples
 from megafrontier.model.flops import parameter_specs
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
@@ -21,6 +26,8 @@ from megafrontier.model.loss import IGNORE_INDEX
 
 SLOPE_DISTANCE = 0.03
 """How far the weights of a parameter move: far enough for the rounding of the loss."""
+ReadTokens = NDArray[np.int64]
+"""[n, 3]: a token, its target or IGNORE_INDEX, and whether attention begins anew with it."""
 
 
 def why_no_plain_gradient(config: Config) -> str | None:
@@ -182,3 +189,70 @@ def losses_of_export(folder: Path, checkpoint: Path) -> tuple[float, float]:
         logits = getattr(logits, "logits", logits)
         found.append(F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).item())
     return found[0], found[1]
+
+
+def gap_of_samples(config: Config) -> Gap:
+    """The share of an epoch's tokens that are missing, read twice, or have another target or
+    document than in the documents of `write_corpora`, for the part of each corpus that has most."""
+    data, found = config.data, [NONE]
+    given = [*data.train, *data.valid]
+    for number, corpus in enumerate(given):
+        is_train = number < len(data.train)
+        for part in PARTS if not data.valid else PARTS[:1] if is_train else PARTS[1:]:
+            name = f"{part} part of {corpus.path.rpartition('/')[2]}"
+            only = replace(corpus, weight=1.0)
+            one = replace(data, train=[only], valid=[only] if data.valid else [])
+            read = _read_epoch(replace(config, data=one), part)
+            expected = _expected_epoch(config, number, part)
+            found.append(Gap(_differing(read, expected), name))
+    return largest(found)
+
+
+def _read_epoch(config: Config, part: CorpusPart) -> ReadTokens:
+    """The tokens of an epoch, without padding."""
+    model = config.model
+    length, before = model.sequence_length, BatchSizes.of(config.train).before
+    samples = open_samples(config.data, length, config.run.seed, model.vocab_size, part, before)
+    assert samples is not None
+    rows = []
+    for number in range(sum(samples.windows)):
+        batch = samples.batch(number, 1)
+        starts = np.zeros(length, np.int64)
+        starts[[0] if batch.documents is None else batch.documents[:-1].numpy()] = 1
+        row = np.stack([batch.tokens[0].numpy(), batch.targets[0].numpy(), starts], 1)
+        rows.append(row if batch.padding is None else row[~batch.padding[0].numpy()])
+    return np.concatenate(rows)
+
+
+def _expected_epoch(config: Config, number: int, part: CorpusPart) -> ReadTokens:
+    """The same of the `number`-th corpus that `write_corpora` writes."""
+    written, sizes, mask = random_corpus(config.model.vocab_size, number)
+    tokens = written.astype(np.int64)
+    data, length = config.data, config.model.sequence_length
+    share = 1.0 if data.valid else data.split[0] / sum(data.split)
+    firsts = np.cumsum(sizes) - sizes
+    at = np.arange(len(tokens) - 1)
+    document = np.searchsorted(firsts, at, "right") - 1
+    is_inside = at + 1 < (firsts + sizes)[document]
+    offsets = at - firsts[document]
+    if data.packing == "none":
+        windows = (len(tokens) - 1) // length
+        cut = int(windows * share) * length
+        is_read = at < windows * length
+        starts = (at % length == 0) | (data.document_mask & (offsets == 0))
+        is_target = is_inside | (not data.document_mask)
+    else:
+        cut = firsts[int(np.sum(firsts < int(len(tokens) * share)))] if share < 1 else len(tokens)
+        is_read = is_target = is_inside
+        starts = offsets % length == 0
+    is_read = is_read & ((at < cut) if part == "train" or data.valid else (at >= cut))
+    targets = np.where(is_target & (mask[1:] == 1), tokens[1:], IGNORE_INDEX)
+    return np.stack([tokens[:-1], targets, starts], 1)[is_read]
+
+
+def _differing(found: ReadTokens, expected: ReadTokens) -> float:
+    """The share of rows that only one of both has, in any order."""
+    _, index = np.unique(np.concatenate([found, expected]), axis=0, return_inverse=True)
+    signs = np.r_[np.ones(len(found)), -np.ones(len(expected))]
+    differing = np.abs(np.bincount(index.ravel(), signs)).sum()
+    return float(differing / max(1, len(expected)))

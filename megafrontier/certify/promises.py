@@ -22,6 +22,7 @@ from megafrontier.certify.compare import (
 )
 from megafrontier.certify.miniature import BAD, SAVED, STEPS, Miniature
 from megafrontier.certify.plain import (
+    gap_of_samples,
     gap_of_slopes,
     gap_of_updates,
     initial_weights,
@@ -87,7 +88,9 @@ Trial = Callable[[Laboratory, Miniature], Iterator[Finding]]
 
 def try_reference(laboratory: Laboratory, miniature: Miniature) -> Iterator[Finding]:
     """Whether one process computes what plain PyTorch does."""
-    run, config = laboratory.alone(miniature), miniature.alone
+    config = miniature.alone
+    yield _within("samples: an epoch of each corpus, once", gap_of_samples(config), 0.0)
+    run = laboratory.alone(miniature)
     like = initial_weights(config)
     promise, reason = "one process: loss, gradient of plain PyTorch", why_no_plain_gradient(config)
     if reason is None:

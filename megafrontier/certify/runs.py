@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megafrontier.certify.recorder import FOLDER, Part
 from megafrontier.certify.shrink import LENGTH
@@ -168,7 +169,16 @@ def write_corpora(config: Config) -> None:
 
 
 def _write(corpus: CorpusConfig, vocabulary: int, seed: int) -> None:
-    """A third of the documents is shorter than a quarter of a sequence, a third longer than one."""
+    tokens, sizes, mask = random_corpus(vocabulary, seed)
+    ends, bad = np.ones(len(sizes), bool), np.zeros(len(sizes), bool)
+    with CorpusWriter(corpus.path, np.dtype(np.uint16), has_mask=True) as writer:
+        DocumentWriter(writer).write_chunks(tokens, sizes, ends, bad, mask)
+        writer.publish()
+
+
+def random_corpus(vocabulary: int, seed: int) -> tuple[NDArray, NDArray, NDArray]:
+    """Tokens, the sizes of documents, and which tokens are targets. A third of the documents is
+    shorter than a quarter of a sequence, a third longer than one."""
     random = np.random.default_rng(seed)
     sizes: list[int] = []
     while sum(sizes) < TOKENS:
@@ -180,7 +190,4 @@ def _write(corpus: CorpusConfig, vocabulary: int, seed: int) -> None:
     total = sum(sizes)
     tokens = random.integers(0, vocabulary, total).astype(np.uint16)
     mask = (random.random(total) < 0.8).astype(np.uint8)
-    ends, bad = np.ones(len(sizes), bool), np.zeros(len(sizes), bool)
-    with CorpusWriter(corpus.path, np.dtype(np.uint16), has_mask=True) as writer:
-        DocumentWriter(writer).write_chunks(tokens, np.array(sizes, np.int32), ends, bad, mask)
-        writer.publish()
+    return tokens, np.array(sizes, np.int32), mask
