@@ -1,8 +1,11 @@
 """The same training without this library's engine, loss, optimizer and windows: plain PyTorch."""
 
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +26,10 @@ from megafrontier.model.flops import parameter_specs
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
 from megafrontier.model.loss import IGNORE_INDEX
+from megafrontier.model.mlp import activate
+from megafrontier.model.moe.experts import Experts
+from megafrontier.model.moe.layer import MoE
+from megafrontier.model.moe.router import Router
 
 SLOPE_DISTANCE = 0.03
 """How far the weights of a parameter move: far enough for the rounding of the loss."""
@@ -32,20 +39,15 @@ ReadTokens = NDArray[np.int64]
 
 def why_no_plain_gradient(config: Config) -> str | None:
     """Why plain PyTorch cannot compute the losses of a model; None if it can."""
-    moe = config.model.moe
-    if config.model.prediction is not None:
-        return "the loss of model.prediction"
-    if moe is not None and (moe.balance == "loss" or moe.z_loss):
-        return "the losses of routers"
-    return None
+    return None if config.model.prediction is None else "the loss of model.prediction"
 
 
 def why_no_plain_update(config: Config) -> str | None:
     """Why there is no plain formula of a model's updates; None if there is."""
-    optimizer = config.optimizer
-    if optimizer.groups or config.model.scaling is not None:
-        return "optimizer.groups and model.scaling"
-    return None if optimizer.name in ("adamw", "sgd") else f"optimizer.name: {optimizer.name}"
+    if config.model.scaling is not None:
+        return "model.scaling"
+    names = {config.optimizer.name, *(group.name for group in config.optimizer.groups)}
+    return "optimizer.name: lsp" if "lsp" in names else None
 
 
 def initial_weights(config: Config) -> Tensors:
@@ -56,25 +58,66 @@ def initial_weights(config: Config) -> Tensors:
 
 
 def plain_gradients(config: Config) -> tuple[float, Tensors]:
-    """The first step's mean loss, and its gradients with the z-loss, by autograd, flat."""
+    """The first step's mean loss, and its gradients with the z-loss and those of routers, by
+    autograd, flat."""
     model = GPT(config.model)
     initialise(model, config.run.seed)
+    routers = _PlainRouters(model)
     loader = open_loader(config, "train", 0, 1)
     assert loader is not None
-    tokens, total = 0, 0.0
+    total, square, tokens, counted_tokens = torch.zeros(()), torch.zeros(()), 0, 0
     for batch in loader.step(0):
+        padding = torch.zeros_like(batch.tokens, dtype=torch.bool)
+        routers.counted = ~(padding if batch.padding is None else batch.padding).flatten()
         logits = model(batch.tokens, None, batch.documents).flatten(0, 1)
         targets = batch.targets.flatten()
         counted = targets != IGNORE_INDEX
-        loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-        normalizers = torch.logsumexp(logits, 1)[counted]
-        total += loss.item()
-        (loss + config.train.z_loss * normalizers.square().sum()).backward()
+        total += F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        square += torch.logsumexp(logits, 1)[counted].square().sum()
         tokens += int(counted.sum())
+        counted_tokens += int(routers.counted.sum())
     loader.close()
+    mean = (total + config.train.z_loss * square) / tokens + routers.loss / counted_tokens
+    mean.backward()
     named = model.named_parameters()
-    gradients = {name: p.grad.flatten() / tokens for name, p in named if p.grad is not None}
-    return total / tokens, gradients
+    gradients = {name: p.grad.flatten() for name, p in named if p.grad is not None}
+    return total.item() / tokens, gradients
+
+
+class _PlainRouters:
+    """Mixtures of experts by autograd, expert by expert, and the losses of their routers.
+
+    loss: the sum over tokens. counted: bool [n], the tokens of the next forward that count.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        self.loss, self.counted = torch.zeros(()), torch.ones(0, dtype=torch.bool)
+        model.eval()  # without the routers' own losses
+        for module in model.modules():
+            if isinstance(module, MoE):
+                module.dispatch = plain_dispatch
+                module.router.register_forward_hook(self._add)
+
+    def _add(self, router: Router, given: tuple[torch.Tensor, ...], _results: object) -> None:
+        moe, logits = router.moe, given[0] @ router.weight.t()
+        self.loss = self.loss + moe.z_loss * logits.logsumexp(1)[self.counted].square().sum()
+        if moe.balance == "loss":
+            is_softmax = moe.router == "softmax"
+            scores = logits.softmax(1) if is_softmax else F.normalize(logits.sigmoid(), 1, 1)
+            # The load is 1 / experts in the first step.
+            self.loss = self.loss + moe.loss_coefficient * scores[self.counted].sum()
+
+
+def plain_dispatch(
+    hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Experts
+) -> Callable[[], torch.Tensor]:
+    """`Dispatch` in which each expert processes all tokens."""
+    total = torch.zeros_like(hidden)
+    for expert in range(experts.count):
+        raised = activate(hidden @ experts.up[expert].t(), experts.activation)
+        share = (weights * (chosen == expert)).sum(1, keepdim=True)
+        total = total + share * (raised @ experts.down[expert].t())
+    return lambda: total
 
 
 def gap_of_slopes(config: Config) -> Gap:
@@ -123,6 +166,7 @@ def _without_choice(model: ModelConfig) -> ModelConfig:
     model = deepcopy(model)
     if model.moe is not None:
         model.moe.active, model.moe.groups = model.moe.experts, ExpertGroupsConfig()
+        model.moe.balance, model.moe.z_loss = "none", 0.0  # which are in the gradient alone
     return model
 
 
@@ -132,7 +176,7 @@ def gap_of_updates(run: TrainedRun, config: Config) -> Gap:
     like = initial_weights(config)
     before, found = like, [NONE]
     parameters = {name: torch.nn.Parameter(value.clone()) for name, value in like.items()}
-    optimizer = _torch_optimizer(config, parameters)
+    optimizers = _plain_optimizers(config, parameters)
     for step in range(1, STEPS + 1):
         after, _ = assembled(run.parts(step, "weights"), like)
         gradients, _ = assembled(run.parts(step, "gradients"), like)
@@ -141,30 +185,74 @@ def gap_of_updates(run: TrainedRun, config: Config) -> Gap:
             parameter.grad = gradients[name].clone()
         if config.train.clip_grad_norm:
             torch.nn.utils.clip_grad_norm_(parameters.values(), config.train.clip_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = run.steps[step]["lr"]
-        if not run.steps[step].get("skipped"):
+        for optimizer in optimizers if not run.steps[step].get("skipped") else ():
+            for group in optimizer.param_groups:
+                group["lr"] = run.steps[step]["lr"] * group["lr_scale"]
             optimizer.step()
         found.append(gap_of_tensors({n: p.data for n, p in parameters.items()}, after))
         before = after
     return largest(found)
 
 
-def _torch_optimizer(
-    config: Config, parameters: dict[str, torch.nn.Parameter]
-) -> torch.optim.Optimizer:
-    chosen, kinds = config.optimizer, parameter_specs(config.model)
-    decayed: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
+def _plain_optimizers(
+    config: Config, parameters: Mapping[str, torch.nn.Parameter]
+) -> list[torch.optim.Optimizer]:
+    """The optimizers of flat parameters: each has a param group of its own."""
+    by_name: dict[str, list[dict[str, Any]]] = {}
     for name, parameter in parameters.items():
-        decayed[kinds[name].kind not in chosen.no_decay].append(parameter)
-    groups = [
-        {"params": members, "weight_decay": chosen.weight_decay * has_decay}
-        for has_decay, members in decayed.items()
-        if members
-    ]
-    if chosen.name == "sgd":
-        return torch.optim.SGD(groups, lr=chosen.lr, momentum=chosen.momentum)
-    return torch.optim.AdamW(groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps)
+        spec = parameter_specs(config.model)[name]
+        has_group = [g for g in config.optimizer.groups if _is_member(name, spec.kind, g.match)]
+        given = asdict(has_group[0]) if has_group else {}
+        own = {key: value for key, value in given.items() if value is not None}
+        values = asdict(config.optimizer) | own
+        decay = 0.0 if spec.kind in config.optimizer.no_decay else config.optimizer.weight_decay
+        group = {key: values[key] for key in _OPTIONS[values["name"]]}
+        group |= {"params": [parameter], "weight_decay": own.get("weight_decay", decay)}
+        group |= {"lr_scale": values["lr"] / config.optimizer.lr}
+        if values["name"] == "muon":
+            rows = spec.head_rows if values["split_heads"] else 0
+            group["matrix"] = rows or spec.shape[-2], spec.shape[-1]
+        by_name.setdefault(values["name"], []).append(group)
+    kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": _PlainMuon}
+    return [kinds[name](groups, lr=config.optimizer.lr) for name, groups in by_name.items()]
+
+
+_OPTIONS = {"adamw": ("betas", "eps"), "sgd": ("momentum",), "muon": ("momentum",)}
+
+
+def _is_member(name: str, kind: str, match: str) -> bool:
+    """Whether a parameter belongs to `optimizer.groups[N].match`."""
+    wanted, _, pattern = match.rpartition(":")
+    return kind == match or (wanted in ("", kind) and fnmatchcase(name, pattern))
+
+
+class _PlainMuon(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024) of flat parameters that are matrices of the shape `matrix`."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (parameter,), (rows, columns), rate = group["params"], group["matrix"], group["lr"]
+            state, momentum = self.state[parameter], group["momentum"]
+            old = state.get("momentum", torch.zeros_like(parameter))
+            new = momentum * old + (1 - momentum) * parameter.grad
+            state["momentum"] = new
+            update = momentum * new + (1 - momentum) * parameter.grad
+            parts = [_orthogonal(part) for part in update.view(-1, rows, columns)]
+            parameter.mul_(1 - rate * group["weight_decay"])
+            parameter.sub_(rate * max(1, rows / columns) ** 0.5 * torch.stack(parts).flatten())
+
+
+def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    """Five Newton-Schulz iterations of the fifth degree."""
+    x = matrix / matrix.norm().clamp(min=1e-7)
+    for _ in range(5):
+        square = x @ x.t()
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x
 
 
 def losses_of_export(folder: Path, checkpoint: Path) -> tuple[float, float]:
