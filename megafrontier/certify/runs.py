@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -146,9 +147,9 @@ def _run_and_exit(body: Callable[[], int | None], log: Path, parent: int) -> Non
         os.setpgid(0, 0)
         die_with_parent(parent)
         os.environ["OMP_NUM_THREADS"] = "1"  # small products gain nothing from more
-        with open(log, "wb") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
+        sys.stdout = sys.stderr = log.open("w", buffering=1)
+        for number in (1, 2):  # of this process, and of what is not Python
+            os.dup2(sys.stdout.fileno(), number)
         code = body() or 0
     except Exception:
         traceback.print_exc()

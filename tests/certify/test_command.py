@@ -50,5 +50,5 @@ def test_a_run_that_fails_is_a_broken_promise_with_its_last_line(config, tmp_pat
 
 @pytest.mark.fast
 def test_a_config_that_cannot_run_is_refused(config):
-    with pytest.raises(UserError, match=r"parallel\.tensor"):
+    with pytest.raises(UserError, match=r"machine\.levels"):
         certify(config, 3)

@@ -1,0 +1,29 @@
+"""Random cases are the same for the same seed, valid, and kept."""
+
+import json
+import random
+
+from megafrontier.plan.refuse import check_layout
+from scripts.compose import build, draw, findings, finished
+
+
+def test_a_case_is_drawn_again_from_its_name_and_both_layouts_can_run(tmp_path):
+    values, layouts = draw(random.Random("3-1"), tmp_path)
+    assert (values, layouts) == draw(random.Random("3-1"), tmp_path)
+    assert values != draw(random.Random("3-2"), tmp_path)[0]
+    for layout in layouts:
+        check_layout(build(values | layout["values"], tmp_path), layout["ranks"])
+
+
+def test_a_layout_that_cannot_end_is_a_finding(tmp_path):
+    values, layouts = draw(random.Random("3-1"), tmp_path)
+    layouts[0]["ranks"] += 1  # the levels do not hold so many
+    (found,) = [f for f in findings(values, layouts, tmp_path) if f.status == "broken"]
+    assert (found.promise, "machine.levels" in found.where) == ("runs end well", True)
+
+
+def test_cases_in_the_file_are_not_run_again(tmp_path):
+    path = tmp_path / "compose.jsonl"
+    assert finished(path) == {}
+    path.write_text(json.dumps({"case": "1-0", "status": "proved"}) + "\n")
+    assert list(finished(path)) == ["1-0"]
