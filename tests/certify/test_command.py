@@ -40,12 +40,12 @@ def test_a_loss_that_each_tensor_rank_counts_is_found_with_its_axis(config, tmp_
 
 
 def test_a_run_that_fails_is_a_broken_promise_with_its_last_line(config, tmp_path, monkeypatch):
-    def fail(self, *_):
+    def fail(self, *_, **__):
         raise UserError("no work")
 
     monkeypatch.setattr(Work, "__init__", fail)
     found = certify(config, 2)
-    assert any("no work" in finding.where for finding in found.broken)
+    assert any("no work" in finding.where for finding in found.broken), str(found)
 
 
 @pytest.mark.fast
