@@ -114,7 +114,7 @@ def test_a_run_is_described_with_the_time_limit_that_sbatch_takes(
     """That of the command before the environment's, and this before that of the batch file."""
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
-    python.write_text("#!/bin/sh\nprintf '%s\\n' run directory 3 \"$@\"\n")
+    python.write_text("#!/bin/sh\nprintf '%s\\n' run directory 3 0 \"$@\"\n")
     python.chmod(0o755)
     given = {"MEGAFRONTIER_PREFIX": str(tmp_path), **environment}
     words = (TRAIN, "--dry-run", "--nodes=4", *options, SMALL)
