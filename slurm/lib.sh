@@ -263,7 +263,7 @@ give_up() {
 # Slurm may have removed nodes from the job, and others may be lost, too.
 leave_job() {
     local seconds=180 SLURM_JOB_NUM_NODES=${SLURM_JOB_NUM_NODES:-}
-    local -x SLURM_NO_KILL=1
+    local -x SLURM_NO_KILL=set
     if [ -n "${MEGAFRONTIER_ENV_TAR:-}" ]; then
         [[ ! ${answer:-} =~ \ NumNodes=([0-9]+)\  ]] || SLURM_JOB_NUM_NODES=${BASH_REMATCH[1]}
         each_node rm -rf "$node_disk/environment" "$node_disk/environment.tar.gz" || true

@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -96,7 +97,7 @@ def try_reference(laboratory: Laboratory, miniature: Miniature) -> Iterator[Find
     if reason is None:
         loss, gradients = plain_gradients(config)
         found, _ = assembled(run.parts(1, "gradients"), like)
-        numbers = {name: run.steps[1][name] for name in ("loss", "grad_norm")}
+        numbers = {name: _number(run.steps[1][name]) for name in ("loss", "grad_norm")}
         norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt().item()
         gaps = gap_of_numbers(numbers, {"loss": loss, "grad_norm": norm})
         yield _within(promise, largest([gaps, gap_of_tensors(found, gradients)]))
@@ -124,6 +125,8 @@ def compare_runs(run: TrainedRun, alone: TrainedRun) -> Iterator[Finding]:
     yield _within("losses", _gap_of_metrics(run, alone, "loss", "prediction_loss", "z_loss"))
     yield _within("gradient norm", _gap_of_metrics(run, alone, "grad_norm"))
     yield _within("tokens and learning rates", _gap_of_metrics(run, alone, *_SAME), 0.0)
+    if any("expert_tokens" in line for line in alone.steps.values()):
+        yield _within("routers: tokens of experts, entropy", _gap_of_metrics(run, alone, *_ROUTERS))
     like = alone.final["weight"]
     gaps, between = [], []
     for step in range(1, STEPS + 1):
@@ -143,6 +146,7 @@ def compare_runs(run: TrainedRun, alone: TrainedRun) -> Iterator[Finding]:
 
 
 _SAME = ("tokens", "lr")
+_ROUTERS = ("expert_tokens", "expert_imbalance", "router_entropy")
 
 
 def _try_move(laboratory: Laboratory, miniature: Miniature, alone: TrainedRun) -> Iterator[Finding]:
@@ -168,10 +172,11 @@ def _gap_of_metrics(run: TrainedRun, other: TrainedRun, *names: str) -> Gap:
 
     def numbers(of: TrainedRun) -> dict[str, float]:
         return {
-            f"{name} of step {step}": _number(line[name])
+            f"{name} of step {step}{place}": value
             for step, line in of.steps.items()
             for name in names
             if name in line and not (step == BAD and name == "grad_norm")
+            for place, value in _numbers(line[name])
         }
 
     return gap_of_numbers(numbers(run), numbers(other))
@@ -179,6 +184,15 @@ def _gap_of_metrics(run: TrainedRun, other: TrainedRun, *names: str) -> Gap:
 
 def _losses(run: TrainedRun) -> dict[str, float]:
     return {f"step {step}": _number(line["loss"]) for step, line in run.steps.items()}
+
+
+def _numbers(value: Any) -> list[tuple[str, float]]:
+    """A metric, or the elements of one that is a list, with their places."""
+    if isinstance(value, list):
+        return [
+            (f" [{at}]{place}", v) for at, one in enumerate(value) for place, v in _numbers(one)
+        ]
+    return [("", _number(value))]
 
 
 def _number(value: float | None) -> float:

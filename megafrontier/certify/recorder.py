@@ -48,8 +48,8 @@ class Recorder(Callback):
     """Writes RUN/certify/STEP-RANK.pt for each step: this rank's parts of every gradient, per
     token, and of every master after the step, by global names.
 
-    In step `BAD` it makes an element of the gradient NaN, after it has recorded it. The step must
-    then change nothing; `changed` in the file names what it has changed.
+    In step `BAD` it makes an element of each unit's gradient NaN, after it has recorded them. The
+    step must then change nothing; `changed` in the file names what it has changed.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,8 @@ class Recorder(Callback):
         ]
         if trainer.step + 1 == BAD:
             self._before = {name: value.clone() for name, value in _states(trainer).items()}
-            gradients[0][0] = torch.nan  # on all ranks, because copies of a shard are equal
+            for gradient in gradients:  # on all ranks, because copies of a shard are equal
+                gradient[0] = torch.nan
 
     def needs_settled_state(self, trainer: Trainer, step: int) -> bool:
         return True
