@@ -33,13 +33,8 @@ def handle_signals(numbers: Iterable[int], handler: Callable[[int, Any], object]
 def record_stop_requests() -> Iterator[None]:
     """During the body, requests to stop are only noted, for `stop_requested`."""
     _received.clear()
-    with handle_signals(STOPPING, lambda number, _frame: note_stop_request(number)):
+    with handle_signals(STOPPING, lambda number, _frame: _received.append(number)):
         yield
-
-
-def note_stop_request(number: int) -> None:
-    """Note a request to stop that another handler has received within `record_stop_requests`."""
-    _received.append(number)
 
 
 def stop_requested() -> bool:

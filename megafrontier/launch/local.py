@@ -32,7 +32,6 @@ from megafrontier.common.signals import (
     STOPPING,
     die_with_parent,
     handle_signals,
-    note_stop_request,
     stop_requested,
 )
 from megafrontier.launch.health.timeouts import LOCAL_GRACE, LOCAL_SPEAKER
@@ -63,31 +62,35 @@ def fork_ranks_again(
     for number in range(restarts + 1):
         os.environ[RESTARTS], os.environ[LAUNCHED] = str(number), str(time.time())
         lost: list[str] = []
-        code = fork_ranks(count, body, lost.append)
+        signals: set[int] = set()
+        code = fork_ranks(count, body, lost.append, signals)
         if code in (0, BAD_INPUT, FAILED, STOPPED, INTERRUPTED):
             break
         on_failure(code, lost[0] if lost else f"exit code {code} of a rank")
-        if number == restarts or stop_requested():
+        if number == restarts or signals or stop_requested():
             break
         print_error(f"megafrontier: exit code {code}, restart {number + 1} of {restarts}")
     return code
 
 
 def fork_ranks(
-    count: int, body: Callable[[], int], on_lost: Callable[[str], object] = lambda line: None
+    count: int,
+    body: Callable[[], int],
+    on_lost: Callable[[str], object] = lambda line: None,
+    forwarded: set[int] | None = None,
 ) -> int:
     """Run `body` in `count` forked processes, which are ranks 0 … count - 1.
 
     Returns 0 or STOPPED if all ranks do, else the exit code of the first rank that fails. The
     others are then killed after a grace period. They are not sent SIGTERM, because it requests a
     checkpoint, which they cannot write without their peer. `on_lost` is called with a line for each
-    rank that a signal has ended.
+    rank that a signal has ended. `forwarded` gets the signals that were sent to the ranks.
     """
     import_early()
     gc.freeze()  # so that garbage collection in the ranks does not copy the parent's pages
     flush_output()
     running: dict[int, int] = {}
-    forwarded: set[int] = set()
+    forwarded = set() if forwarded is None else forwarded
     # Block signals until every rank can be told of them. Python ignores exceptions in its own code
     # around a fork, so that Ctrl-C would be lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
@@ -185,7 +188,6 @@ def _supervise(
 
 def _forward(running: dict[int, int], forwarded: set[int], number: int, _frame: Any) -> None:
     """The parent's signal handler: send the signal to the ranks as well."""
-    note_stop_request(number)
     forwarded.add(number)
     _send(running, number)
 
