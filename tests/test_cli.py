@@ -152,7 +152,7 @@ def test_overrides_may_stand_anywhere(line, tmp_path, monkeypatch):
     from megafrontier.launch import main as launch
 
     seen = []
-    monkeypatch.setattr(launch, "train", lambda config, nproc: seen.append((config, nproc)) or 0)
+    monkeypatch.setattr(launch, "train", lambda config, nproc, restarts: seen.append((config, nproc)) or restarts)
     path = runs.make_config_file(tmp_path)
     assert main(line.format(config=path).split()) == 0
     ((config, nproc),) = seen
