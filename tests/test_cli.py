@@ -152,11 +152,11 @@ def test_overrides_may_stand_anywhere(line, tmp_path, monkeypatch):
     from megafrontier.launch import main as launch
 
     seen = []
-    monkeypatch.setattr(launch, "train", lambda config, nproc, restarts: seen.append((config, nproc)) or restarts)
+    monkeypatch.setattr(launch, "train", lambda *given: seen.append(given) or 0)
     path = runs.make_config_file(tmp_path)
     assert main(line.format(config=path).split()) == 0
-    ((config, nproc),) = seen
-    assert (config.run.name, config.train.steps, nproc) == ("a", 7, 3)
+    ((config, nproc, restarts),) = seen
+    assert (config.run.name, config.train.steps, nproc, restarts) == ("a", 7, 3, 0)
 
 
 def test_a_word_without_equals_sign_is_refused_among_overrides(tmp_path, capsys):
