@@ -18,14 +18,6 @@ def config(tmp_path):
     return runs.load(runs.make_config_file(tmp_path), *SPLIT)
 
 
-def test_a_certificate_of_tensor_and_data_parallel_ranks_is_green(config, tmp_path):
-    found = certify(config, 4, broken=tmp_path / "broken")
-    assert found.broken == []
-    proved = [finding.promise for finding in found.promises if finding.status == "proved"]
-    assert len(proved) >= 14, str(found)
-    assert list(tmp_path.glob("broken*")) == []
-
-
 def test_a_loss_that_each_tensor_rank_counts_is_found_with_its_axis(config, tmp_path, monkeypatch):
     monkeypatch.setattr(Mesh, "counts_loss", True)
     found = certify(config, 4, broken=tmp_path / "broken")
