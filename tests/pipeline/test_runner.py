@@ -118,14 +118,8 @@ MORE = [
 """With --exhaustive only."""
 
 
-@pytest.mark.parametrize(("sizes", "splits", "cases"), by_mesh(CASES))
+@pytest.mark.parametrize(("sizes", "splits", "cases"), by_mesh(CASES, MORE))
 def test_a_pipeline_gives_one_processs_losses_and_gradients(sizes, splits, cases):
-    assert_cases(sizes, splits, cases)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("sizes", "splits", "cases"), by_mesh(MORE))
-def test_more_pipelines_give_one_processs_losses_and_gradients(sizes, splits, cases):
     assert_cases(sizes, splits, cases)
 
 

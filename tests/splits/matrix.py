@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -222,14 +223,16 @@ def assert_equal(found: list[list[Any]], expected: list[Step]) -> None:
 MeshCase = tuple[Sequence[int], Splits, str, Case]
 
 
-def by_mesh(
-    cases: Sequence[MeshCase],
-) -> list[tuple[Sequence[int], Splits, list[tuple[str, Case]]]]:
-    """The strategies and cases of each mesh, whose ranks start once for all of them."""
-    meshes: dict[tuple[Sequence[int], Splits], list[tuple[str, Case]]] = {}
-    for sizes, splits, strategy, case in cases:
-        meshes.setdefault((sizes, splits), []).append((strategy, case))
-    return [(sizes, splits, of_mesh) for (sizes, splits), of_mesh in meshes.items()]
+def by_mesh(cases: Sequence[MeshCase], more: Sequence[MeshCase] = ()) -> list[Any]:
+    """The sizes, the splits, and the strategies and cases of each mesh, whose ranks start once for
+    all of them. Those of `more` run with --exhaustive only."""
+    found = []
+    for some, marks in ((cases, ()), (more, pytest.mark.exhaustive)):
+        meshes: dict[tuple[Sequence[int], Splits], list[tuple[str, Case]]] = {}
+        for sizes, splits, strategy, case in some:
+            meshes.setdefault((sizes, splits), []).append((strategy, case))
+        found += [pytest.param(*mesh, of_mesh, marks=marks) for mesh, of_mesh in meshes.items()]
+    return found
 
 
 def assert_cases(sizes: Sequence[int], splits: Splits, cases: Sequence[tuple[str, Case]]) -> None:
@@ -238,11 +241,11 @@ def assert_cases(sizes: Sequence[int], splits: Splits, cases: Sequence[tuple[str
     def body(mesh: Any) -> list[list[Any]]:
         return [train_split(case, strategy, mesh) for strategy, case in cases]
 
-    for (strategy, case), found in zip(
-        cases, zip(*run_mesh(sizes, body, splits=splits), strict=True), strict=True
-    ):
+    results = zip(*run_mesh(sizes, body, splits=splits), strict=True)
+    expected = {key: train_alone(case) for key, case in {id(c): c for _, c in cases}.items()}
+    for (strategy, case), found in zip(cases, results, strict=True):
         try:
-            assert_equal(found, train_alone(case))
+            assert_equal(found, expected[id(case)])
         except AssertionError as error:
             raise AssertionError(f"{strategy}, {case}: {error}") from None
 

@@ -53,14 +53,8 @@ MORE = [
 """With --exhaustive only."""
 
 
-@pytest.mark.parametrize(("sizes", "splits", "cases"), by_mesh(CASES))
+@pytest.mark.parametrize(("sizes", "splits", "cases"), by_mesh(CASES, MORE))
 def test_tensor_parallelism_gives_one_processs_losses_and_gradients(sizes, splits, cases):
-    assert_cases(sizes, splits, cases)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("sizes", "splits", "cases"), by_mesh(MORE))
-def test_more_tensor_splits_give_one_processs_losses_and_gradients(sizes, splits, cases):
     assert_cases(sizes, splits, cases)
 
 
