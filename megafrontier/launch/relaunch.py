@@ -38,6 +38,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megafrontier.common.errors import BAD_NODE, UserError, exit_on_fatal_error
+from megafrontier.launch.health import excluded_nodes
 from megafrontier.parallel.env import Launch
 from megafrontier.training.resume.restarts import (
     FILE_NAME,
@@ -236,10 +237,8 @@ class JobNodes:
         present = _lines("scontrol", "show", "hostnames", job.get("NodeList", listed))
         asked = ("--all", "--noheader", "--Node", f"--nodes={listed}", "--format=%N %T")
         states = [line.split() for line in _lines("sinfo", *asked)]
-        bad = set()
-        with suppress(OSError):
-            bad = set((directory / "bad-nodes.txt").read_text(encoding="utf-8").split())
-        return cls(nodes, present, {line[0]: line[1] for line in states if len(line) == 2}, bad)
+        states_by_node = {line[0]: line[1] for line in states if len(line) == 2}
+        return cls(nodes, present, states_by_node, excluded_nodes.read(directory))
 
     def unfit(self, enough: int, is_after_failure: bool) -> dict[str, str]:
         """`find_unfit`. After a failure, all nodes are tried."""

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megafrontier.common.errors import FatalError, NodesUnfit, RanksAbsent, RanksRefused, RunFailed
-from megafrontier.launch.health.liveness import Missing, describe
 from megafrontier.parallel.env import Identity, planned_hosts
+
+if TYPE_CHECKING:  # torch takes seconds to import, and slurm/train.sbatch waits for this module
+    from megafrontier.launch.health.liveness import Missing
 
 FILE_NAME = "bad-nodes.txt"
 
@@ -30,7 +33,7 @@ def add(directory: Path, hosts: Iterable[str]) -> None:
         file.writelines(f"{host}\n" for host in new)
 
 
-def exclude(directory: Path, ranks: Missing, identity: Identity) -> str:
+def exclude(directory: Path, ranks: "Missing", identity: Identity) -> str:
     """Exclude the hosts of `ranks`, or this rank's own host if `ranks` are most of all ranks.
     Returns the text to append to the error. Raises OSError."""
     hosts = {host for _, host in ranks}
@@ -60,6 +63,8 @@ def exclude_absent(
 ) -> FatalError:
     """Exclude the hosts of ranks that did not come, if Slurm tells on which hosts they should be.
     Returns the error to raise: NodesUnfit, RunFailed if most ranks did not come, or `error`."""
+    from megafrontier.launch.health.liveness import describe
+
     if 2 * len(error.ranks) > identity.world_size:
         return RunFailed(str(error))
     if identity.source != "slurm":
