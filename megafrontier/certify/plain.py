@@ -21,7 +21,7 @@ from megafrontier.commands.checkpoints import saved_config
 from megafrontier.config import Config, ExpertGroupsConfig, ModelConfig
 from megafrontier.data.sampling.batches import BatchSizes
 from megafrontier.data.sampling.loader import PARTS, CorpusPart, open_loader
-from megafrontier.data.sampling.samples import open_samples
+from megafrontier.data.sampling.samples import Batch, open_samples
 from megafrontier.model.flops import parameter_specs
 from megafrontier.model.gpt import GPT
 from megafrontier.model.init import initialise
@@ -52,21 +52,32 @@ def why_no_plain_update(config: Config) -> str | None:
 
 def initial_weights(config: Config) -> Tensors:
     """The weights of a run of one process before its first step, flat."""
-    model = GPT(config.model)
-    initialise(model, config.run.seed)
-    return {name: p.detach().flatten() for name, p in model.named_parameters()}
+    named = _initial_model(config.model, config.run.seed).named_parameters()
+    return {name: parameter.detach().flatten() for name, parameter in named}
+
+
+def _initial_model(config: ModelConfig, seed: int) -> GPT:
+    model = GPT(config)
+    initialise(model, seed)
+    return model
+
+
+def _first_batches(config: Config) -> list[Batch]:
+    """The micro-batches of the first step."""
+    loader = open_loader(config, "train", 0, 1)
+    assert loader is not None
+    batches = loader.step(0)
+    loader.close()
+    return batches
 
 
 def plain_gradients(config: Config) -> tuple[float, Tensors]:
     """The first step's mean loss, and its gradients with the z-loss and those of routers, by
     autograd, flat."""
-    model = GPT(config.model)
-    initialise(model, config.run.seed)
+    model = _initial_model(config.model, config.run.seed)
     routers = _PlainRouters(model)
-    loader = open_loader(config, "train", 0, 1)
-    assert loader is not None
     total, square, tokens, counted_tokens = torch.zeros(()), torch.zeros(()), 0, 0
-    for batch in loader.step(0):
+    for batch in _first_batches(config):
         padding = torch.zeros_like(batch.tokens, dtype=torch.bool)
         routers.counted = ~(padding if batch.padding is None else batch.padding).flatten()
         logits = model(batch.tokens, None, batch.documents).flatten(0, 1)
@@ -76,7 +87,6 @@ def plain_gradients(config: Config) -> tuple[float, Tensors]:
         square += torch.logsumexp(logits, 1)[counted].square().sum()
         tokens += int(counted.sum())
         counted_tokens += int(routers.counted.sum())
-    loader.close()
     mean = (total + config.train.z_loss * square) / tokens + routers.loss / counted_tokens
     mean.backward()
     named = model.named_parameters()
@@ -124,12 +134,8 @@ def gap_of_slopes(config: Config) -> Gap:
     """How far each parameter's gradient is from the slope of the loss along a random direction, in
     the gradient's root mean square. In a mixture all experts are active: which are the best changes
     in jumps."""
-    model, generator = GPT(_without_choice(config.model)), torch.Generator().manual_seed(0)
-    initialise(model, config.run.seed)
-    loader = open_loader(config, "train", 0, 1)
-    assert loader is not None
-    batch = loader.step(0)[0]
-    loader.close()
+    model = _initial_model(_without_choice(config.model), config.run.seed)
+    generator, batch = torch.Generator().manual_seed(0), _first_batches(config)[0]
 
     def loss() -> torch.Tensor:
         found: torch.Tensor = model(batch.tokens, batch.targets, batch.documents)

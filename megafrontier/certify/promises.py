@@ -162,8 +162,8 @@ def compare_after_resume(
     promise: str, run: TrainedRun, whole: TrainedRun, bound: float = BOUND
 ) -> Finding:
     """Losses and states of a run from step `SAVED` on beside those of a whole run."""
-    expected = {name: value for name, value in _losses(whole).items() if name > f"step {SAVED}"}
-    gaps = [gap_of_numbers(_losses(run), expected), _gap_of_states(run.final, whole.final)]
+    losses = gap_of_numbers(_losses(run), _losses(whole, after=SAVED))
+    gaps = [losses, _gap_of_states(run.final, whole.final)]
     return _within(promise, largest(gaps), bound)
 
 
@@ -182,8 +182,9 @@ def _gap_of_metrics(run: TrainedRun, other: TrainedRun, *names: str) -> Gap:
     return gap_of_numbers(numbers(run), numbers(other))
 
 
-def _losses(run: TrainedRun) -> dict[str, float]:
-    return {f"step {step}": _number(line["loss"]) for step, line in run.steps.items()}
+def _losses(run: TrainedRun, after: int = 0) -> dict[str, float]:
+    steps = run.steps.items()
+    return {f"step {step}": _number(line["loss"]) for step, line in steps if step > after}
 
 
 def _numbers(value: Any) -> list[tuple[str, float]]:

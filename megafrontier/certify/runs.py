@@ -43,7 +43,6 @@ class TrainedRun:
 
     directory: Path
     ranks: int
-    seconds: float
 
     @cached_property
     def steps(self) -> dict[int, dict[str, Any]]:
@@ -69,10 +68,16 @@ class TrainedRun:
         return [part for found in self.records(step) for part in found[kind]]
 
     def records(self, step: int) -> list[dict[str, Any]]:
-        """What each rank recorded of a step."""
-        folder = self.directory / FOLDER
-        names = (f"{step}-{rank}.pt" for rank in range(self.ranks))
-        return [torch.load(folder / name, weights_only=False) for name in names]
+        """What each rank recorded of a step. Its files are read once."""
+        if step not in self._records:
+            folder = self.directory / FOLDER
+            names = (f"{step}-{rank}.pt" for rank in range(self.ranks))
+            self._records[step] = [torch.load(folder / n, weights_only=False) for n in names]
+        return self._records[step]
+
+    @cached_property
+    def _records(self) -> dict[int, list[dict[str, Any]]]:
+        return {}
 
     def checkpoint(self, step: int) -> Path:
         return step_folder(self.directory / "checkpoints", step)
@@ -97,9 +102,8 @@ def run_training(config: Config, ranks: int, directory: Path, limit: float) -> T
     """Train a miniature. Raises TrialFailed, after `limit` seconds at the latest."""
     config = deepcopy(config)
     config.run.directory = str(directory)
-    begin = time.monotonic()
     run_apart(lambda: train(config, ranks), directory.with_suffix(".log"), limit)
-    return TrainedRun(directory, ranks, time.monotonic() - begin)
+    return TrainedRun(directory, ranks)
 
 
 def run_apart(body: Callable[[], int | None], log: Path, limit: float) -> None:

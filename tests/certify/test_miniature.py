@@ -88,7 +88,7 @@ def test_key_heads_stay_fewer_than_tensor_ranks_and_blocks_keep_their_kinds(tmp_
         "model.attention.window=1000",
         "model.attention.global_every=6",
     )[0].config
-    assert few.model.num_kv_heads < 2 ** sum(s == "tensor" for s in ("tensor", "tensor"))
+    assert few.model.num_kv_heads < few.parallel.tensor
     windows = {few.model.window_of(block) for block in range(few.model.layers)}
     assert len(windows) == 2, "one block with a window and one without"
 
