@@ -56,6 +56,12 @@ def initial_weights(config: Config) -> Tensors:
     return {name: parameter.detach().flatten() for name, parameter in named}
 
 
+def initial_zeros(config: Config) -> list[str]:
+    """The matrices whose weights are all 0 before the first step."""
+    named = _initial_model(config.model, config.run.seed).named_parameters()
+    return [name for name, parameter in named if parameter.dim() > 1 and not parameter.any()]
+
+
 def _initial_model(config: ModelConfig, seed: int) -> GPT:
     model = GPT(config)
     initialise(model, seed)

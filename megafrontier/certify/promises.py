@@ -27,12 +27,14 @@ from megafrontier.certify.plain import (
     gap_of_slopes,
     gap_of_updates,
     initial_weights,
+    initial_zeros,
     losses_of_export,
     plain_gradients,
     why_no_plain_gradient,
     why_no_plain_update,
 )
 from megafrontier.certify.runs import Tensors, TrainedRun, run_apart, run_training
+from megafrontier.checkpoint.folder import candidates
 from megafrontier.commands.convert import export_command
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config
@@ -91,8 +93,11 @@ def try_reference(laboratory: Laboratory, miniature: Miniature) -> Iterator[Find
     """Whether one process computes what plain PyTorch does."""
     config = miniature.alone
     yield _within("samples: an epoch of each corpus, once", gap_of_samples(config), 0.0)
-    run = laboratory.alone(miniature)
     like = initial_weights(config)
+    zeros, promise = initial_zeros(config), "initial values: no matrix is 0"
+    yield Finding.within(promise, float(len(zeros)), 0.0, ", ".join(zeros[:3]))
+    run = laboratory.alone(miniature)
+    yield _each_is_evaluated(run, config)
     promise, reason = "one process: loss, gradient of plain PyTorch", why_no_plain_gradient(config)
     if reason is None:
         loss, gradients = plain_gradients(config)
@@ -109,6 +114,15 @@ def try_reference(laboratory: Laboratory, miniature: Miniature) -> Iterator[Find
         yield _within(promise, gap_of_updates(run, config))
     else:
         yield Finding(promise, "open", where=f"no plain formula of {reason}")
+
+
+def _each_is_evaluated(run: TrainedRun, config: Config) -> Finding:
+    """Whether an evaluation has a loss for each name in `data.valid`, and one of all."""
+    names = {corpus.name for corpus in config.data.valid if corpus.name}
+    expected = {"valid_loss", *(f"valid_loss/{name}" for name in names)}
+    differing = expected ^ run.valid_losses.get(SAVED, {}).keys()
+    where = ", ".join(sorted(differing))
+    return Finding.within("evaluation: a loss for each name", float(len(differing)), 0.0, where)
 
 
 def try_equality(laboratory: Laboratory, miniature: Miniature) -> Iterator[Finding]:
@@ -236,9 +250,12 @@ def try_configured(laboratory: Laboratory, miniature: Miniature) -> Iterator[Fin
     error = relative_error(found, expected)
     yield Finding.within("gradient over the configured wires", error, bound, "relative norm")
     again = deepcopy(config)
-    again.checkpoint.resume = str(run.checkpoint(SAVED))
+    again.checkpoint.resume, again.checkpoint.keep = str(run.checkpoint(SAVED)), 1
     later = laboratory.run(again, ranks, "resume")
     yield compare_after_resume(RESUME, later, run, 0.0)
+    old = [path.name for path in candidates(later.directory / "checkpoints")][1:]
+    promise = "checkpoint.keep: older ones are deleted"
+    yield Finding.within(promise, float(len(old)), 0.0, ", ".join(old))
     laboratory.forget(later)
     laboratory.forget(run)
 
