@@ -33,14 +33,15 @@ LIMIT_SECONDS = 600.0
 MANY_TRIES = 500
 
 Choices = Mapping[str, list[Any]]
+"""Of a key of the configuration. The first one suits the most others."""
 
 MODEL: Choices = {
-    "layers": [2, 3, 4],
+    "layers": [4, 3, 2],
     "kv_heads": [None, 1, 2],
     "norm": ["layernorm", "rmsnorm"],
     "norm_position": ["before", "before", "after", "both"],
     "activation": ["gelu", "swiglu", "geglu"],
-    "position": ["learned", "rotary", "rotary"],
+    "position": ["rotary", "rotary", "learned"],
     "rotary_fraction": [1.0, 1.0, 0.5],
     "parallel_residual": [False, False, True],
     "tie_embeddings": [False, True],
@@ -71,6 +72,7 @@ MODEL: Choices = {
 TRAINING: Choices = {
     "train.z_loss": [0.0, 0.01],
     "train.clip_grad_norm": [0.0, 1.0],
+    "train.global_batch": [24, 12, 12, 16],
     "train.batch_warmup": [None, None, {"start": 12, "step_by": 12, "until": 2}],
     "train.loss_chunk_tokens": [20, 1024],
     "optimizer.name": ["adamw", "adamw", "sgd"],
@@ -103,6 +105,8 @@ LAYOUT: Choices = {
     "partition.weights_copy": [True, True, False],
     "checkpoint.asynchronous": [False, True],
 }
+VALUES = {f"model.{name}": some for name, some in MODEL.items()} | TRAINING
+RANKS = (2, 4, 4, 6, 8)
 LEVELS = {
     2: [[2], [1, 2], [2, 1]],
     4: [[4], [2, 2], [1, 4]],
@@ -176,8 +180,9 @@ def findings(
 def draw(dice: random.Random, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A random model with all that is not layout, and two layouts that it can run on."""
     for _ in range(MANY_TRIES):
-        model = {f"model.{name}": dice.choice(some) for name, some in MODEL.items()}
-        values = model | {name: dice.choice(some) for name, some in TRAINING.items()}
+        values = {name: dice.choice(some) for name, some in VALUES.items()}
+        if not mend(values, VALUES, {}, 1, folder):
+            continue
         layouts = [layout for _ in range(2) if (layout := draw_layout(dice, values, folder))]
         if len(layouts) == 2:
             return values, layouts
@@ -185,32 +190,44 @@ def draw(dice: random.Random, folder: Path) -> tuple[dict[str, Any], list[dict[s
 
 
 def draw_layout(dice: random.Random, values: dict[str, Any], folder: Path) -> dict[str, Any] | None:
-    """A random layout that the values can run on; None after many tries. Half of the splits are
-    taken back, or most layouts would be refused."""
+    """A random layout that the values can run on; None after many tries."""
     for _ in range(MANY_TRIES // 10):
+        ranks = dice.choice(RANKS)
         chosen = {name: dice.choice(some) for name, some in LAYOUT.items()}
-        ranks = dice.choice(list(LEVELS))
-        names = ("pair", "node", "world")
-        sizes = dice.choice(LEVELS[ranks])
-        levels = [*names[: len(sizes) - 1], "world"]
-        chosen["machine"] = {"levels": dict(zip(levels, ({"size": n} for n in sizes), strict=True))}
+        levels = name_levels(dice.choice(LEVELS[ranks]))
+        chosen["machine"] = {"levels": {name: {"size": size} for name, size in levels.items()}}
         if chosen["partition.strategy"] is None:
             known = [name for name in FREE if name in ("none", *levels)]
             depths = sorted(dice.randrange(len(known)) for _ in range(3))
             for name, depth in zip(("weights", "gradients", "optimizer"), depths, strict=True):
                 chosen[f"partition.{name}"] = known[depth]
-        if chosen["parallel.pipeline"] == 1:
-            chosen |= {"parallel.stages_per_rank": 1, "parallel.schedule": "1f1b"}
-        if values["model.moe"] is None:
-            chosen |= {"parallel.expert": 1}
-        if chosen["parallel.expert"] == 1 or chosen["partition.overlap"] == "none":
-            chosen["parallel.token_pieces"] = 1
-        try:
-            check_layout(exact(build(values | chosen, folder)), ranks)
-        except UserError:
-            continue
-        return {"ranks": ranks, "values": chosen}
+        if mend(chosen, LAYOUT, values, ranks, folder):
+            return {"ranks": ranks, "values": chosen}
     return None
+
+
+def name_levels(sizes: list[int]) -> dict[str, int]:
+    """Sizes of levels, by their names."""
+    names = ("pair", "node", "world")
+    return dict(zip([*names[: len(sizes) - 1], "world"], sizes, strict=True))
+
+
+def mend(
+    chosen: dict[str, Any], kinds: Choices, others: dict[str, Any], ranks: int, folder: Path
+) -> bool:
+    """Set choices that are refused back to the first of their kind, one after another. Returns
+    whether they can then run, with the `others`."""
+    while True:
+        try:
+            check_layout(exact(build(others | chosen, folder)), ranks)
+        except UserError as error:
+            refused = str(error).partition(":")[0]
+            key = next((name for name in kinds if refused.startswith(name)), "")
+            if not key or chosen[key] == kinds[key][0]:
+                return False
+            chosen[key] = kinds[key][0]
+        else:
+            return True
 
 
 def build(values: Mapping[str, Any], folder: Path) -> Config:
@@ -227,7 +244,6 @@ def build(values: Mapping[str, Any], folder: Path) -> Config:
         "data.train": [{"path": str(folder / f"corpus-{i}"), "weight": i + 1} for i in range(2)],
         "data.split": [0.8, 0.2],
         "train.steps": STEPS,
-        "train.global_batch": 24,
         "train.precision": "fp32",
         "optimizer.lr": 0.01,
         "optimizer.eps": 1e-3,
