@@ -55,6 +55,13 @@ def test_the_module_is_the_command_and_lists_every_one():
         "prepare {folder}/nowhere.txt --tokenizer bytes --out {folder}/x",
         "tokenizer {folder}/nowhere.txt --vocab-size 300 --out {folder}/x",
         "tokenizer {folder} --vocab-size 300 --max-megabytes nan --out {folder}/x",
+        "certify gpt-125m --minutes 0",
+        "certify gpt-125m --minutes -3",
+        "certify gpt-125m --minutes nan",
+        "certify gpt-125m --minutes inf",
+        "plan gpt-125m --nodes 1 --tokens 0",
+        "plan gpt-125m --nodes 1 --tokens nan",
+        "report nowhere --live --seconds nan",
     ],
 )
 def test_bad_input_is_code_2_and_one_line(line, tmp_path, capsys, monkeypatch):

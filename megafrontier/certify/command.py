@@ -1,11 +1,12 @@
 """`megafrontier certify`: try the promises of a layout on small copies of it, here and now."""
 
+import math
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,6 +66,7 @@ def certify_command(
     """
     config = load_config(path, overrides)
     need(nodes is None or nproc is None, "--nproc", nproc, "need one of --nodes and --nproc")
+    need(minutes is None or 0 < minutes < math.inf, "--minutes", minutes, "need more than 0")
     ranks = nproc
     if ranks is None:
         nodes = 1 if nodes is None else nodes
@@ -113,15 +115,18 @@ def certify(
         write_corpora(miniatures[0].config)
         laboratory = Laboratory(folder)
         clock = _Clock(begin, minutes, progress)
-        scale = None if until_broken else _start_scale(config, plan, folder)
-        for what, trial, miniature in clock.limited(_trials(config, miniatures), certificate):
-            laboratory.progress = clock.of(what)
-            for finding in _try(what, trial, laboratory, miniature):
-                certificate.findings.append(finding)
-                if until_broken and finding.status == "broken":
-                    return certificate
-        if scale is not None:
-            certificate.findings += _read_scale(scale, folder)
+        with ExitStack() as stack:
+            scale = None
+            if not until_broken:
+                scale = stack.enter_context(_start_scale(config, plan, folder))
+            for what, trial, miniature in clock.limited(_trials(config, miniatures), certificate):
+                laboratory.progress = clock.of(what)
+                for finding in _try(what, trial, laboratory, miniature):
+                    certificate.findings.append(finding)
+                    if until_broken and finding.status == "broken":
+                        return certificate
+            if scale is not None:
+                certificate.findings += _read_scale(scale, folder)
         if broken is not None:
             laboratory.progress = clock.of("cause of a broken promise")
             certificate.findings = list(blame(certificate.findings, miniatures, laboratory, broken))

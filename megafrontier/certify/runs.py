@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -112,12 +112,13 @@ def run_apart(body: Callable[[], int | None], log: Path, limit: float) -> None:
 
 
 class ForkedBody:
-    """A function in a forked process, whose output goes to `log`."""
+    """A function in a forked process, whose output goes to `log`. As a context manager, ends the
+    process at the end of the body, also after an error."""
 
     def __init__(self, body: Callable[[], int | None], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         flush_output()
-        self._log = log
+        self._log, self._has_ended = log, False
         parent, self._pid = os.getpid(), os.fork()
         if self._pid == 0:
             _run_and_exit(body, log, parent)
@@ -132,17 +133,29 @@ class ForkedBody:
                 time.sleep(0.01)
                 done, status = os.waitpid(self._pid, os.WNOHANG)
         finally:
-            self.kill()
+            self._end(is_reaped=bool(done))
         if not done:
-            os.waitpid(self._pid, 0)
             raise TrialFailed(f"no end after {limit:.0f} s")
         if os.waitstatus_to_exitcode(status) != 0:
             raise TrialFailed(_last_line(self._log))
 
-    def kill(self) -> None:
-        """Kill it and all that it started."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._has_ended:
+            self._end(is_reaped=False)
+
+    def _end(self, is_reaped: bool) -> None:
+        """Kill the process and all that it started. Waits for it unless it `is_reaped`."""
+        self._has_ended = True
         with suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
+        if not is_reaped:
+            # It may not have made its own process group yet.
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
 
 
 def _run_and_exit(body: Callable[[], int | None], log: Path, parent: int) -> None:

@@ -1,6 +1,7 @@
 """`megafrontier plan`: layouts of a configuration on a number of nodes, ranked."""
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from math import prod
@@ -41,6 +42,7 @@ def plan_command(
     layout fits.
     """
     need(nodes >= 1, "--nodes", nodes, "need 1 or more")
+    need(tokens is None or 0 < tokens < math.inf, "--tokens", tokens, "need more than 0")
     config = load_config(path, overrides)
     machine = load_machine(config.machine)
     ranks = nodes * ranks_per_node(machine)

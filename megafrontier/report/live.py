@@ -1,13 +1,14 @@
 """The report of runs that go on, served to a browser that loads it again and again."""
 
 import html
+import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from megafrontier.common.errors import UserError
+from megafrontier.common.errors import UserError, need
 from megafrontier.report.draw import pyplot, write_report
 
 
@@ -20,6 +21,7 @@ def serve_report(
     It answers one request at a time, because matplotlib has one figure for all threads. Raises
     UserError for a host or port that cannot be used, and a missing matplotlib.
     """
+    need(0 <= seconds < math.inf, "--seconds", seconds, "need 0 or more")
     pyplot()
     with tempfile.TemporaryDirectory() as folder:
         report = LiveReport(runs, Path(folder), seconds)

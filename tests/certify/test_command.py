@@ -1,9 +1,12 @@
 """Certificates of real runs: of the code as it is, and of code that is broken on purpose."""
 
 import json
+import os
+import signal
 
 import pytest
 
+from megafrontier.certify import command
 from megafrontier.certify.command import certify
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.mesh import Mesh
@@ -38,6 +41,26 @@ def test_a_run_that_fails_is_a_broken_promise_with_its_last_line(config, tmp_pat
     monkeypatch.setattr(Work, "__init__", fail)
     found = certify(config, 2)
     assert any("no work" in finding.where for finding in found.broken), str(found)
+
+
+@pytest.mark.fast
+def test_the_planner_of_a_certificate_ends_with_it_also_after_an_error(config, monkeypatch):
+    started, start = [], command._start_scale
+
+    def start_scale(*arguments):
+        started.append(start(*arguments))
+        return started[0]
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_start_scale", start_scale)
+    monkeypatch.setattr(command, "write_scale", lambda *_: signal.pause())
+    monkeypatch.setattr(command._Clock, "limited", stop)
+    with pytest.raises(KeyboardInterrupt):
+        certify(config, 2)
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0]._pid, 0)
 
 
 @pytest.mark.fast
