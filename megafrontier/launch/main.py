@@ -46,6 +46,7 @@ from megafrontier.training.callbacks.guard import Guard
 from megafrontier.training.callbacks.log import Log, TraceWriter
 from megafrontier.training.callbacks.save import Save
 from megafrontier.training.callbacks.stragglers import GarbageCollection, Stragglers
+from megafrontier.training.goodput import read_goodput
 from megafrontier.training.logging.run_log import RunLogger, check_directory, open_run_logger
 from megafrontier.training.loop import run
 from megafrontier.training.resume.restarts import (
@@ -211,6 +212,8 @@ def _train_watched(context: RunContext, directory: Path, chosen: Sequence[str]) 
         with context.explain_out_of_memory(memory_advice(config)):
             code = _run(context, start, chosen)
         start.end(code)
+        if context.world.rank == 0:
+            info(str(read_goodput(directory)))
         return code
 
 
@@ -249,6 +252,7 @@ def _run(context: RunContext, start: StartRecord, chosen: Sequence[str]) -> int:
         callbacks += [save, evaluate, trace, stragglers, garbage]
         save.listeners = callbacks
         run(trainer, callbacks, watchdog.beat)
+        start.add(between_seconds=trainer.between_seconds)
         if trainer.step >= trainer.last_step:
             return 0
         if trainer.is_first:

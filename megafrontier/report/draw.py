@@ -1,4 +1,4 @@
-"""The three pictures of a report and the HTML page that embeds them."""
+"""The pictures of a report and the HTML page that embeds them."""
 
 import base64
 import html
@@ -14,6 +14,7 @@ from megafrontier.common.errors import UserError
 from megafrontier.config import Config
 from megafrontier.report.certificates import certificate_rows
 from megafrontier.report.experts import expert_rows
+from megafrontier.report.goodput import draw_spans, goodput_rows
 from megafrontier.report.predicted import predicted_rows
 from megafrontier.report.read import Run, all_levels, levels_of, read_runs, strategy_of
 
@@ -29,6 +30,8 @@ CAPTIONS = {
     "throughput": "Every step (faint) and smoothed.",
     "traffic": "What one rank sends over each level in one step (mean over ranks, median over "
     "steps), and the time that the collectives take. Computation may hide part of that time.",
+    "goodput": "What the run's time was spent on, from its first launch to its newest step. Steps "
+    "done again were lost by a failure. Bars too short to be seen are drawn as steps above.",
 }
 STYLE = """
 body { margin: 0 auto; max-width: 1080px; padding: 1.5rem; font: 15px/1.5 system-ui, sans-serif; }
@@ -55,7 +58,7 @@ PLOT_STYLE = {
 
 
 def write_report(directories: Sequence[Path], out: Path | None = None) -> Path:
-    """Draw run directories into `out`: three PNG files and the report.html that embeds them.
+    """Draw run directories into `out`: PNG files and the report.html that embeds them.
 
     Default `out`: the run's own directory for one run, ./report for several. Returns the page.
     Raises UserError for directories without metrics, a missing matplotlib, and an `out` that
@@ -69,6 +72,8 @@ def write_report(directories: Sequence[Path], out: Path | None = None) -> Path:
         draw_loss(runs, folder / "loss.png")
         draw_throughput(runs, folder / "throughput.png")
         draw_traffic(runs, folder / "traffic.png")
+        if any(run.spans for run in runs):
+            draw_goodput(runs, folder / "goodput.png")
         page.write_text(_page(runs, folder), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{folder}: cannot write the report: {error.strerror}") from error
@@ -158,6 +163,19 @@ def draw_traffic(runs: Sequence[Run], path: Path) -> None:
         figure.legend(handles, names, loc="outside lower center", ncols=5)
     else:
         figure.suptitle("No traffic: no level was crossed.")
+    _save(figure, path)
+
+
+def draw_goodput(runs: Sequence[Run], path: Path) -> None:
+    """What the time of each run was spent on."""
+    figure, axes = pyplot().subplots(
+        ncols=2,
+        figsize=(10, 2.0 + 0.5 * len(runs)),
+        sharey=True,
+        layout="constrained",
+        gridspec_kw={"wspace": 0.1, "width_ratios": [1.6, 1]},
+    )
+    draw_spans(figure, axes, runs)
     _save(figure, path)
 
 
@@ -257,7 +275,8 @@ def _save(figure: Any, path: Path) -> None:
 
 def _page(runs: Sequence[Run], folder: Path) -> str:
     title = html.escape(runs[0].label if len(runs) == 1 else f"{len(runs)} runs")
-    pictures = "\n".join(_picture(folder, name) for name in CAPTIONS)
+    names = [name for name in CAPTIONS if name != "goodput" or any(run.spans for run in runs)]
+    pictures = "\n".join(_picture(folder, name) for name in names)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f"<title>{title}: megafrontier report</title>\n<style>{STYLE}</style></head>\n"
@@ -274,6 +293,7 @@ def _picture(folder: Path, name: str) -> str:
 def _table(runs: Sequence[Run]) -> str:
     """One column for each run, so that numbers to compare stand side by side."""
     rows = {title: [cell(run) for run in runs] for title, cell in ROWS.items()}
+    rows |= goodput_rows(runs)
     rows |= expert_rows(runs)
     for title in dict.fromkeys(title for run in runs for title in run.results):
         results = [run.results.get(title) for run in runs]

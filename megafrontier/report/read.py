@@ -1,4 +1,5 @@
-"""The metrics of runs, read from metrics.jsonl and config.yaml in their directories."""
+"""The metrics of runs, read from metrics.jsonl, attempts.jsonl and config.yaml in their
+directories."""
 
 import json
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from typing import Any
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, load_config, load_machine
+from megafrontier.training.goodput import TimeSpan, divide
+from megafrontier.training.resume.restarts import FILE_NAME, read_records
 
 Metrics = dict[str, Any]
 
@@ -29,6 +32,8 @@ class Run:
     """(step, validation loss in nats per token)."""
     results: dict[str, float] = field(default_factory=dict)
     """The newest results of tasks, as `task: metric`, and validation losses of named corpora."""
+    spans: list[TimeSpan] = field(default_factory=list)
+    """How the run has spent its time; empty for runs of older versions."""
 
     @property
     def levels(self) -> list[str]:
@@ -113,6 +118,7 @@ def _read_run(directory: Path) -> Run:
         steps=[steps[step] for step in sorted(steps)],
         evaluations=[(s, loss) for s, loss in sorted(evaluations.items()) if loss is not None],
         results=_results(lines),
+        spans=divide(read_records(directory / FILE_NAME), lines),
     )
 
 

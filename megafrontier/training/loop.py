@@ -1,7 +1,9 @@
 """The training loop and one optimizer step. Everything that is not a step is a callback."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
 
 import torch
 
@@ -78,7 +80,8 @@ def _run(trainer: Trainer, callbacks: Sequence[Callback], heartbeat: Heartbeat, 
             stop = stop_agreed(trainer.world)
     read_results(keep=0)
     for callback in callbacks:
-        callback.at_end(trainer)
+        with _counting(trainer, callback):
+            callback.at_end(trainer)
         heartbeat(trainer.step)
 
 
@@ -102,7 +105,8 @@ def _after_step(
     heartbeat(result.step)
     try:
         for callback in callbacks:
-            callback.after_step(trainer, result)
+            with _counting(trainer, callback, is_between=trainer.step == result.step):
+                callback.after_step(trainer, result)
             heartbeat(result.step)
     except Exception as error:
         if is_collective(error):
@@ -111,6 +115,16 @@ def _after_step(
             trainer.mesh.drain_and_barrier()
         raise
     return result.stop
+
+
+@contextmanager
+def _counting(trainer: Trainer, callback: Callback, is_between: bool = True) -> Iterator[None]:
+    """Count the body's time as a callback's. `is_between`: no step is in progress."""
+    begin = monotonic()
+    yield
+    if is_between:
+        seconds, kind = trainer.between_seconds, callback.between_steps
+        seconds[kind] = seconds.get(kind, 0.0) + monotonic() - begin
 
 
 def train_step(trainer: Trainer) -> StepResult:

@@ -22,6 +22,7 @@ STEP_FIELDS = frozenset(
         "comm_bytes", "comm_seconds", "comm_hidden",
         "expert_tokens", "expert_imbalance", "expert_rank_imbalance", "router_entropy",
         "dropped_tokens", "context_imbalance", "z_loss", "prediction_loss", "tasks",
+        "at", "between_seconds", "goodput",
     }
 )  # fmt: skip
 

@@ -62,6 +62,8 @@ class Trainer:
     """Of the corpora of `data.valid` with a name."""
     pending_save: PendingSave | None = None
     """A checkpoint that is being written behind the steps."""
+    between_seconds: dict[str, float] = field(default_factory=dict)
+    """What this rank has done since the newest step while no step was in progress, by kind."""
 
     @property
     def last_step(self) -> int:

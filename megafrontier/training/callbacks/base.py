@@ -23,6 +23,8 @@ class Callback:
     priority: int = 0
     """Callbacks of higher priority are called first. Those of 0 that the configuration names come
     after metrics have been written and before checkpoint and evaluation."""
+    between_steps: str = "other"
+    """What its time between steps counts as (`training.goodput.BETWEEN`)."""
 
     def at_start(self, trainer: Trainer) -> None:
         """The run has resumed from its checkpoint. Not called if it was asked to stop before."""

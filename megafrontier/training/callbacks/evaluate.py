@@ -83,6 +83,8 @@ class Evaluate(Callback):
     from.
     """
 
+    between_steps = "evaluation"
+
     def __init__(self, heartbeat: Callable[[], None] = lambda: None) -> None:
         self._heartbeat = heartbeat
         self._is_last = False

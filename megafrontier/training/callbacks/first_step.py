@@ -14,4 +14,4 @@ class FirstStep(Callback):
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         if result.step == self._resumed + 1:
-            self._record.finish_first_step(result.step, self._resumed)
+            self._record.finish_first_step(result.step, self._resumed, result.seconds)

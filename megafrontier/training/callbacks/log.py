@@ -1,12 +1,15 @@
 """What a run writes about its steps: a line of metrics each, and the first rank's timeline."""
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 from megafrontier.comm.ledger import Trace
 from megafrontier.model.flops import flops_per_token
 from megafrontier.training.callbacks.base import Callback
+from megafrontier.training.goodput import GoodputMeter
+from megafrontier.training.resume.restarts import now_text
 from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer
 
@@ -14,20 +17,30 @@ from megafrontier.training.trainer import Trainer
 class Log(Callback):
     """Writes every step's metrics."""
 
+    def __init__(self) -> None:
+        self._goodput: GoodputMeter | None = None
+
+    def at_start(self, trainer: Trainer) -> None:
+        if trainer.is_first:
+            self._goodput = GoodputMeter(Path(trainer.config.run.directory), time.time())
+
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         if not trainer.is_first:
             return
         shown = {}
         if trainer.world.size > 1:
             shown["waiting"] = min(1.0, result.waiting_seconds / result.seconds)
-        trainer.run_logger.write(step_metrics(trainer, result), **shown)
+        values = step_metrics(trainer, result)
+        if self._goodput is not None:
+            values["goodput"] = self._goodput.update(result.seconds, time.time())
+        trainer.run_logger.write(values, **shown)
 
 
 def step_metrics(trainer: Trainer, result: StepResult) -> dict[str, Any]:
     """A step's line in metrics.jsonl.
 
     Bytes and seconds per level are means over the ranks, memory is the largest. Recorded metrics
-    come last.
+    come last. Starts anew to count the seconds between steps.
     """
     per_second = result.tokens / result.seconds
     device_flops = per_second * flops_per_token(trainer.config.model) / trainer.world.size
@@ -44,7 +57,10 @@ def step_metrics(trainer: Trainer, result: StepResult) -> dict[str, Any]:
         "mfu": device_flops / 1e12 / peak if peak else None,
         "memory_gib": result.memory_gib,
         "comm": result.comm,
+        "at": now_text(),
+        "between_seconds": trainer.between_seconds,
     }
+    trainer.between_seconds = {}
     if trainer.loss_scale.enabled:
         values["loss_scale"] = result.loss_scale
     if result.skipped:

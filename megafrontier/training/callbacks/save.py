@@ -95,6 +95,8 @@ class Save(Callback):
     follows. Old checkpoints are deleted behind the steps as well.
     """
 
+    between_steps = "saves"
+
     def __init__(self, run_logger: RunLogger, resumed_step: int) -> None:
         self._run_logger = run_logger
         self.saved_step = self._resumed_step = resumed_step

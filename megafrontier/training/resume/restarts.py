@@ -2,10 +2,10 @@
 
 Note [Restart history]
 Each start of a run adds lines to attempts.jsonl. Rank 0 writes `reached`, the last step of the
-starts before it; `resumed`, the step it resumes from; `first_step`, the first step it finishes, and
-what the failure before it has cost; `ended`, its exit code, if it can still write that. What has
-started the ranks (slurm/train.sbatch, or the parent of local ranks) writes `failed`, the exit code
-that it sees, and what was lost.
+starts before it, when that was `finished`, and when the ranks were `launched`; `resumed`, the step
+it resumes from; `first_step`, the first step it finishes, and what the failure before it has cost;
+`ended`, its exit code, if it can still write that. What has started the ranks (slurm/train.sbatch,
+or the parent of local ranks) writes `failed`, the exit code that it sees, and what was lost.
 
 A start that ended by a crash, a kill or a lost rank has failed. Failed starts in a row are counted
 while they resume from the same checkpoint and get no further than the first of them. After
@@ -95,13 +95,12 @@ class StartRecord:
             **({"lost": list(lost)} if lost else {}),
         )
 
-    def finish_first_step(self, step: int, resumed: int) -> None:
+    def finish_first_step(self, step: int, resumed: int, step_seconds: float) -> None:
         """Add the first step that this start has finished, and log what a failure before it has
         cost. `resumed`: the step that this start went on from."""
         now, outage = time.time(), self._outage
-        values: RestartRecord = {"first_step": step}
-        if begun := os.environ.get(LAUNCHED):
-            values["start_seconds"] = round(now - float(begun), 1)
+        values: RestartRecord = {"first_step": step, "step_seconds": step_seconds}
+        values["start_seconds"] = round(now - launched_at(), 1)
         if outage is not None:
             values["lost_steps"] = max(0, outage.reached - resumed)
             values["down_seconds"] = round(now - outage.since, 1)
@@ -133,11 +132,12 @@ def record_start(
         metrics = path.with_name("metrics.jsonl")
         reached, excluded = reached_step(metrics), len(excluded_nodes())
         refusal = _refusal(path, reached, excluded, config.train.attempts)
-        record = StartRecord(
-            path, info, find_outage(read_records(path), reached, _changed(metrics))
-        )
+        finished = record_seconds(newest_step(metrics) or {})
+        outage = find_outage(read_records(path), reached, finished or _changed(metrics))
+        record = StartRecord(path, info, outage)
         who = {"host": identity.host, "ranks": identity.world_size, **_launch()}
-        record.add(reached=reached, bad_nodes=excluded, **who)
+        when = {"launched": launched_at(), **({"finished": finished} if finished else {})}
+        record.add(reached=reached, bad_nodes=excluded, **when, **who)
     try:
         world.raise_first(None if refusal is None else RunFailed(refusal))
         yield record
@@ -194,12 +194,14 @@ def find_outage(
         that could not record how it ended.
     """
     since, failures, what, code = 0.0, 0, "", 0
-    for start in _group_by_start(records):
+    for start in group_by_start(records):
         if any("first_step" in record for record in start):
             since, failures = 0.0, 0
         ends = [record for record in start if record.keys() & _END_KEYS]
         code = next((ends[0][key] for key in _END_KEYS if key in ends[0]), LOST) if ends else LOST
-        since = since or (_seconds(ends[0]) if ends else max(_seconds(start[-1]), finished))
+        since = since or (
+            record_seconds(ends[0]) if ends else max(record_seconds(start[-1]), finished)
+        )
         if code not in (0, BAD_INPUT, FAILED, STOPPED, INTERRUPTED):
             failures += 1
             reasons = [end["reason"] for end in ends if "reason" in end]
@@ -207,7 +209,7 @@ def find_outage(
     return Outage(since, reached, failures, what.partition(";")[0]) if since and code else None
 
 
-def _group_by_start(records: Iterable[RestartRecord]) -> list[list[RestartRecord]]:
+def group_by_start(records: Iterable[RestartRecord]) -> list[list[RestartRecord]]:
     """The records of each start. One that slurm/train.sbatch has noted has a single record."""
     starts: list[list[RestartRecord]] = []
     for record in records:
@@ -218,8 +220,8 @@ def _group_by_start(records: Iterable[RestartRecord]) -> list[list[RestartRecord
     return starts
 
 
-def _seconds(record: RestartRecord) -> float:
-    """When a record was written, in seconds since 1970; 0 if it does not say."""
+def record_seconds(record: RestartRecord) -> float:
+    """When a line was written, in seconds since 1970; 0 if it does not say."""
     with suppress(KeyError, ValueError, TypeError):
         return datetime.fromisoformat(record["at"]).timestamp()
     return 0.0
@@ -285,6 +287,28 @@ def recorded_keys(metrics: Path, step: int) -> set[str]:
     return {key for line in lines if line.get("step") == step for key in line}
 
 
+def newest_step(metrics: Path) -> RestartRecord | None:
+    """The last line of a step in metrics.jsonl, which is no evaluation's; None without any."""
+    return next((line for line in _newest_lines(metrics) if "step_seconds" in line), None)
+
+
+def launched_at() -> float:
+    """When these ranks were launched, in seconds since 1970: by what has started them, or else when
+    this process began."""
+    if begun := os.environ.get(LAUNCHED):
+        return float(begun)
+    with suppress(OSError, ValueError, IndexError):
+        ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+        return round(time.time() - age, 3)
+    return time.time()
+
+
+def now_text() -> str:
+    """The present time, as the lines of attempts.jsonl and metrics.jsonl have it under `at`."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
 def _changed(path: Path) -> float:
     """When a file was written last, in seconds since 1970; 0 if it cannot be read."""
     with suppress(OSError):
@@ -300,7 +324,7 @@ def _newest_lines(metrics: Path) -> Iterator[RestartRecord]:
 
 
 def read_records(path: Path) -> Iterator[RestartRecord]:
-    """The lines of attempts.jsonl, as far as they can be read."""
+    """The lines of attempts.jsonl or metrics.jsonl, as far as they can be read."""
     with suppress(OSError):
         yield from _read(path)
 
@@ -320,7 +344,7 @@ def _parse(lines: Iterator[str]) -> Iterator[RestartRecord]:
 
 def append_record(path: Path, values: RestartRecord) -> None:
     """Add a line to a file whose last line may have been cut short. Raises OSError."""
-    line = json.dumps({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), **values}) + "\n"
+    line = json.dumps({"at": now_text(), **values}) + "\n"
     with path.open("ab+") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
