@@ -197,6 +197,13 @@ def _train(a: argparse.Namespace) -> int:
     _CONFIG,
     _arg("--nodes", "number of nodes", type=int, required=True, metavar="N"),
     _arg("--tokens", "of a whole run, for its node-hours", type=float, metavar="T"),
+    _arg(
+        "--mtbf",
+        "mean time between two failures of one node, in hours: adds the best intervals of "
+        "checkpoints, and the expected goodput",
+        type=float,
+        metavar="HOURS",
+    ),
     _arg("--json", "print JSON", action="store_true"),
     _arg("--write", "write the config of the best layout", type=Path, metavar="FILE"),
     _RANKS[1],
@@ -205,7 +212,7 @@ def _plan(a: argparse.Namespace) -> None:
     _quiet_torch()
     from megafrontier.planner.command import plan_command
 
-    print(plan_command(a.config, a.overrides, a.nodes, a.tokens, a.json, a.write))
+    print(plan_command(a.config, a.overrides, a.nodes, a.tokens, a.json, a.write, a.mtbf))
 
 
 @_command(

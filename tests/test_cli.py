@@ -61,6 +61,10 @@ def test_the_module_is_the_command_and_lists_every_one():
         "certify gpt-125m --minutes inf",
         "plan gpt-125m --nodes 1 --tokens 0",
         "plan gpt-125m --nodes 1 --tokens nan",
+        "plan gpt-125m --nodes 1 --mtbf 0",
+        "plan gpt-125m --nodes 1 --mtbf -5",
+        "plan gpt-125m --nodes 1 --mtbf nan",
+        "plan gpt-125m --nodes 1 --mtbf inf",
         "report nowhere --live --seconds nan",
     ],
 )

@@ -59,7 +59,21 @@ class DeviceConfig:
 
 
 @dataclass
+class StorageConfig:
+    """The file system of checkpoints. For `plan --mtbf`."""
+
+    host_gigabytes_per_second: float = bounded(2.0, above=0)
+    """What one host writes, while all do."""
+    gigabytes_per_second: float | None = bounded(None, above=0)
+    """What all hosts write together, at most; default: no limit."""
+    latency_seconds: float = bounded(1.0, at_least=0)
+    """How long the steps wait for a checkpoint besides its copies in host memory: ranks agree, and
+    files are created."""
+
+
+@dataclass
 class MachineConfig:
     levels: dict[str, LevelConfig] = field(default_factory=dict)
     """Levels, fastest link first."""
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    storage: StorageConfig = field(default_factory=StorageConfig)

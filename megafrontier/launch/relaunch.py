@@ -42,6 +42,7 @@ from megafrontier.launch.health import excluded_nodes
 from megafrontier.parallel.env import Launch
 from megafrontier.training.resume.restarts import (
     FILE_NAME,
+    START_SECONDS,
     RestartRecord,
     find_outage,
     read_records,
@@ -49,8 +50,6 @@ from megafrontier.training.resume.restarts import (
 )
 
 _LISTED = "in bad-nodes.txt"
-START_SECONDS = 300.0
-"""What a start takes from the launch to its first finished step, if the run has not measured it."""
 SIGNAL_SECONDS = 300.0
 """How long before the time limit the stop signal comes (`--signal` of slurm/train.sbatch)."""
 LOSSES = 2

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from megafrontier.plan.resolve import RunPlan
 from megafrontier.plan.saves import describe_saves
 from megafrontier.planner.auto import choose_layout
 from megafrontier.planner.checks import check_files, check_ranks, warn_of_files, warn_of_names
+from megafrontier.planner.failures import Failures, LayoutFailures
 from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.search import CandidateLayout, search
 from megafrontier.planner.simulation.rank import Simulated
@@ -33,9 +34,11 @@ def plan_command(
     tokens: float | None = None,
     as_json: bool = False,
     write: Path | None = None,
+    mtbf: float | None = None,
 ) -> str:
     """The table, or JSON. `tokens`: of a whole run, for its node-hours. `write`: gets the config of
-    the best layout.
+    the best layout. `mtbf`: hours between two failures of one node, for intervals of checkpoints
+    and the expected goodput.
 
     Files that the run needs and that are not on this machine are warnings on stderr, because data
     may come later. Raises UserError for a config or machine that cannot be planned, and if no
@@ -43,6 +46,7 @@ def plan_command(
     """
     need(nodes >= 1, "--nodes", nodes, "need 1 or more")
     need(tokens is None or 0 < tokens < math.inf, "--tokens", tokens, "need more than 0")
+    need(mtbf is None or 0 < mtbf < math.inf, "--mtbf", mtbf, "need hours, more than 0")
     config = load_config(path, overrides)
     machine = load_machine(config.machine)
     ranks = nodes * ranks_per_node(machine)
@@ -57,10 +61,24 @@ def plan_command(
         print_error(f"megafrontier: {line}")
     if write is not None and layouts[0].fits:
         save_config(layouts[0].config, write)
+    failures = None if mtbf is None else Failures.of(config, nodes, mtbf)
     if as_json:
         found = {"machine": config.machine, "nodes": nodes}
-        return json.dumps({**found, "plans": [as_dict(layout) for layout in layouts]}, indent=1)
-    return table(config, layouts, nodes, tokens)
+        found |= {} if failures is None else {"failures": failures.as_dict()}
+        plans = [as_dict(layout, failures) for layout in layouts]
+        return json.dumps({**found, "plans": plans}, indent=1)
+    lines = [table(config, layouts, nodes, tokens)]
+    if failures is not None:
+        lines += [str(failures), *_describe_goodput(layouts, failures)]
+    return "\n".join(lines)
+
+
+def _describe_goodput(layouts: Sequence[CandidateLayout], failures: Failures) -> Iterator[str]:
+    """Of the best layout, and of the configured one."""
+    for place, layout in enumerate(layouts):
+        if place == 0 or not layout.overrides:
+            name = "best layout" if place == 0 else "configured layout"
+            yield from LayoutFailures.of(layout, failures).lines(name)
 
 
 def dry_run_command(path: str, overrides: Sequence[str], ranks: int | None) -> str:
@@ -146,7 +164,7 @@ def mfu(layout: CandidateLayout) -> float | None:
     return None if peak is None else layout.step.tflops_per_device / peak
 
 
-def as_dict(layout: CandidateLayout) -> dict[str, Any]:
+def as_dict(layout: CandidateLayout, failures: Failures | None = None) -> dict[str, Any]:
     """A plan in JSON."""
     step = layout.step
     return {
@@ -164,6 +182,7 @@ def as_dict(layout: CandidateLayout) -> dict[str, Any]:
         "exposed_seconds": step.exposed,
         "bubble": step.bubble,
         "limit": step.limit,
+        **({} if failures is None else {"goodput": LayoutFailures.of(layout, failures).as_dict()}),
     }
 
 

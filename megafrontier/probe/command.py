@@ -162,7 +162,8 @@ def _measure(mesh: Mesh, per_host: int, stated: MachineConfig | None) -> Found:
         for found in measure_collectives(over)
     ]
     links = [_fastest(link, found) for link, found in zip(links, collectives, strict=True)]
-    machine = machine_of(levels, links, MachineConfig({}, measured))
+    storage = (stated or MachineConfig()).storage
+    machine = machine_of(levels, links, MachineConfig({}, measured, storage))
     rates = [link.bytes_per_second for link in links]
     lines = list(surprises(strides, everyone.tolist(), levels, rates, stated))
     by_level = dict(zip(levels.names, collectives, strict=True))

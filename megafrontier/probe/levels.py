@@ -58,7 +58,7 @@ def machine_of(levels: Levels, links: Sequence[Link], machine: MachineConfig) ->
             float(f"{link.bytes_per_second / 1e9:.4g}"),
             float(f"{link.latency_seconds * 1e6:.3g}"),
         )
-    return MachineConfig(found, machine.device)
+    return MachineConfig(found, machine.device, machine.storage)
 
 
 def surprises(

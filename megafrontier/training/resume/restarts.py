@@ -44,6 +44,8 @@ if TYPE_CHECKING:  # torch takes seconds to import, and slurm/train.sbatch waits
     from megafrontier.parallel.world import World
 
 FILE_NAME = "attempts.jsonl"
+START_SECONDS = 300.0
+"""What a start takes from the launch to its first finished step, if the run has not measured it."""
 _TAIL_BYTES = 2**20
 _END_KEYS = frozenset(("ended", "failed", "unmet"))
 RestartRecord = dict[str, Any]
