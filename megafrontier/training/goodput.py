@@ -166,7 +166,9 @@ def _read_starts(records: Iterable[RestartRecord]) -> list[_Start]:
         stepped = next((r for r in group if "first_step" in r), {})
         end = next((r for r in group if r.keys() & set(_END_KEYS)), {})
         code = next((end[key] for key in _END_KEYS if key in end), None)
-        between = next((r["between_seconds"] for r in group if "between_seconds" in r), {})
+        between: dict[str, float] = next(
+            (r["between_seconds"] for r in group if "between_seconds" in r), {}
+        )
         # Slurm keeps the id of a job that it starts anew. Without an id each start is a job.
         job = (first["job"], first["restarts"][0]) if "job" in first else number
         starts.append(
