@@ -5,15 +5,15 @@ the same flat buffer everywhere, except for the padding at its end, and each ran
 """
 
 import socket
-import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from ipaddress import IPv6Address, ip_address
+from ipaddress import ip_address
 
 import torch
 from torch import Tensor
 
+from megafrontier.common.addresses import address_of, address_words
 from megafrontier.common.errors import UserError
 from megafrontier.partition.layout import Layout
 from megafrontier.partition.unit import Unit
@@ -22,8 +22,6 @@ from megafrontier.sites.transport import lookup
 MOST_HOLDINGS = 4
 """Kinds of parameters, by the ranks that share them, of one rank."""
 _WIDTH = 5 + 3 * MOST_HOLDINGS
-_IPV4 = bytes(10) + b"\xff\xff"
-"""Before an IPv4 address that is written as an IPv6 one."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +47,7 @@ class RankEntry:
     def as_row(self) -> torch.Tensor:
         """float64 [_WIDTH], which holds all numbers exactly: the address as four words of 32 bits,
         the port and the holdings."""
-        address = ip_address(self.host)
-        packed = address.packed if address.version == 6 else _IPV4 + address.packed
-        numbers = [*struct.unpack(">4I", packed), self.port]
+        numbers = [*address_words(self.host), self.port]
         for holding in self.holdings:
             numbers += [holding.key, holding.index, holding.shards]
         numbers += [0] * (_WIDTH - len(numbers))
@@ -60,11 +56,9 @@ class RankEntry:
     @classmethod
     def from_row(cls, row: Sequence[float]) -> "RankEntry":
         """From the values of `as_row`."""
-        *words, port = (int(number) for number in row[:5])
         rest = [int(number) for number in row[5:]]
         holdings = [Holding(*rest[at : at + 3]) for at in range(0, len(rest), 3) if rest[at + 2]]
-        address = IPv6Address(struct.pack(">4I", *words))
-        return cls(str(address.ipv4_mapped or address), port, tuple(holdings))
+        return cls(address_of(row[:4]), int(row[4]), tuple(holdings))
 
 
 def entries_of(rows: bytes) -> list[RankEntry]:
