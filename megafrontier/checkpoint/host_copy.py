@@ -20,7 +20,7 @@ class HostCopy:
 
     def __init__(self, shards: Shards, slices: Sequence[Slice]) -> None:
         """Copy the slices of shards. Returns when the shards may change."""
-        staging = _Staging(sum(part.nbytes for part in slices))
+        staging = Staging(sum(part.nbytes for part in slices))
         self._copies: dict[Slice, torch.Tensor] = {}
         for part in slices:
             source = slice_of(shards, part).detach()
@@ -33,8 +33,9 @@ class HostCopy:
         return self._copies.pop(part)
 
 
-class _Staging:
-    """Copies tensors to the host. A device fills one pinned buffer while the other is emptied."""
+class Staging:
+    """Copies tensors to the host. A device fills one pinned buffer while the other is emptied. The
+    copies come after what the device has been given before the first of them."""
 
     def __init__(self, total_bytes: int) -> None:
         """`total_bytes`: of all copies. The buffers together have at most a tenth of them, but at

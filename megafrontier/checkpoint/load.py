@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megafrontier.checkpoint.boxes import BoxEntry, with_boxes
-from megafrontier.checkpoint.folder import candidates
+from megafrontier.checkpoint.folder import candidates, step_of
 from megafrontier.checkpoint.format import (
     BUFFER,
     FILE_NAME,
@@ -114,6 +114,11 @@ class Checkpoint:
         self.manifest = manifest
 
     @property
+    def origin(self) -> str:
+        """Where it comes from, for the log."""
+        return str(self.path)
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The global shape of every parameter, by name."""
         buffers = set(self.manifest.buffers)
@@ -202,17 +207,24 @@ class Checkpoint:
                 if not requested or requested[-1] is not request:  # for another box of the tensor
                     requested.append(request)
         for number, index in sorted(by_file):
-            shard_set = self.manifest.sets[number]
-            with closing(ShardFile(self.path, self.manifest, shard_set, index)) as file:
-                for request in by_file[number, index]:
-                    for box in self._boxes(number, request.entry.name):
-                        read_slices(file, box, request)
+            self._read_file(number, index, by_file[number, index])
         for request in requests:
             if request.missing and self._holds(request):
                 what = f"{request.state}/{request.entry.name}"
                 raise CheckpointCorrupt(
                     f"{self.path}: {request.missing} elements of {what} are in no file, need all"
                 )
+
+    def _read_file(self, number: int, index: int, requests: Sequence[Request]) -> None:
+        """Read what one file holds of these requests."""
+        shard_set = self.manifest.sets[number]
+        with closing(ShardFile(self.path, self.manifest, shard_set, index)) as file:
+            self._read_slices(file, number, requests)
+
+    def _read_slices(self, file: ShardFile, number: int, requests: Sequence[Request]) -> None:
+        for request in requests:
+            for box in self._boxes(number, request.entry.name):
+                read_slices(file, box, request)
 
     def _check_state(self, state: str) -> None:
         if state not in (*self.manifest.states, BUFFER):
@@ -250,12 +262,20 @@ Load = Callable[[Checkpoint], None]
 may be failing, and overwrites all that it sets, because it may be called for an older checkpoint
 after one that turned out to be damaged."""
 
+OpenNewer = Callable[[Load, int], Checkpoint | None]
+"""Loads a checkpoint that is newer than a step, on all ranks; None without one."""
+
 
 def open_newest(
-    root: Path, load: Load, world: World, warn: Callable[[str], None]
+    root: Path,
+    load: Load,
+    world: World,
+    warn: Callable[[str], None],
+    open_newer: OpenNewer = lambda load, step: None,
 ) -> Checkpoint | None:
     """Load the newest whole checkpoint in `root`; all ranks call it and get the same one. Returns
     None if there is no checkpoint. `warn` is called on rank 0 for each damaged checkpoint.
+    `open_newer` may know newer ones than those in `root`.
 
     Raises on all ranks: UserError if there are checkpoints and none is whole, because to start over
     in silence would waste them, or if one does not fit the model or was written by a later version;
@@ -270,12 +290,16 @@ def open_newest(
 
     refused = []
     for name in json.loads(world.broadcast_from_rank_0(list_names)):
+        if (newer := open_newer(load, step_of(root / name) or 0)) is not None:
+            return newer
         checkpoint, problem = _try_to_load(root / name, load, world)
         if checkpoint is not None:
             return checkpoint
         refused.append(problem)
         if world.rank == 0:
             warn(f"checkpoint refused, trying the one before: {problem}")
+    if (newer := open_newer(load, 0)) is not None:
+        return newer
     if refused:
         raise UserError(
             f"{root}: none of {len(refused)} checkpoints is whole: {'; '.join(refused)}; to start "
@@ -305,15 +329,15 @@ def _try_to_load(path: Path, load: Load, world: World) -> tuple[Checkpoint | Non
         assert checkpoint is not None
         load(checkpoint)
 
-    problem = _damage(open_share, world) or _damage(load_share, world)
+    problem = find_damage(open_share, world) or find_damage(load_share, world)
     return (None, problem) if problem else (checkpoint, "")
 
 
-def _damage(act: Callable[[], None], world: World) -> str | None:
+def find_damage(act: Callable[[], None], world: World) -> str | None:
     """Call `act` on all ranks. Returns the first rank's message if it found damage. All ranks raise
     other errors, as `World.run_on_all` does."""
 
-    def find_damage() -> str | None:
+    def find() -> str | None:
         try:
             act()
         except CheckpointCorrupt as error:
@@ -323,4 +347,4 @@ def _damage(act: Callable[[], None], world: World) -> str | None:
             raise CheckpointUnreadable(line) from error
         return None
 
-    return world.first_error(world.run_on_all(find_damage))
+    return world.first_error(world.run_on_all(find))

@@ -91,8 +91,8 @@ def slices_of(shard_set: ShardSet, index: int, slice_elements: int) -> list[Slic
     return slices
 
 
-def _piece(shard_set: ShardSet, index: int) -> str:
-    """The text by which a file says which shard it is."""
+def shard_label(shard_set: ShardSet, index: int) -> str:
+    """The text by which a shard file says which shard it is."""
     of_set = f" of {shard_set.name}" if shard_set.name else ""
     return f"{index} of {shard_set.num_shards}{of_set}"
 
@@ -126,7 +126,7 @@ def encode_header(
 def file_size(manifest: Manifest, shard_set: ShardSet, index: int) -> int:
     """The length in bytes of the file of shard `index`, known without looking at it."""
     slices = slices_of(shard_set, index, manifest.slice_elements)
-    header = encode_header(manifest, _piece(shard_set, index), slices, [BLANK] * len(slices))
+    header = encode_header(manifest, shard_label(shard_set, index), slices, [BLANK] * len(slices))
     return len(header) + sum(part.nbytes for part in slices)
 
 
@@ -137,7 +137,7 @@ def write_shard(
     `slices_of`. Raises OSError, also if the file exists, because then two ranks write the same
     shard."""
     slices = slices_of(shard_set, index, manifest.slice_elements)
-    piece = _piece(shard_set, index)
+    piece = shard_label(shard_set, index)
     with open(path, "xb") as file:
         # The checksums precede the payload, but are known only after it.
         file.write(encode_header(manifest, piece, slices, [BLANK] * len(slices)))
@@ -170,12 +170,20 @@ class StoredSlice:
 class ShardFile:
     """An open shard file whose header has been checked. Slices are checked as they are read."""
 
-    def __init__(self, root: Path, manifest: Manifest, shard_set: ShardSet, index: int) -> None:
-        """Open the file of shard `index` in the checkpoint at `root`. Raises CheckpointCorrupt if
-        it is missing, damaged, or of another checkpoint or shard, CheckpointUnreadable if the
-        storage fails."""
-        self.path = root / shard_set.file(index)
-        check_file(root, shard_set.file(index))
+    def __init__(
+        self,
+        root: Path,
+        manifest: Manifest,
+        shard_set: ShardSet,
+        index: int,
+        name: str | None = None,
+    ) -> None:
+        """Open the file of shard `index` in the checkpoint at `root`. `name`: its path there, if
+        not the usual one. Raises CheckpointCorrupt if it is missing, damaged, or of another
+        checkpoint or shard, CheckpointUnreadable if the storage fails."""
+        name = name or shard_set.file(index)
+        self.path = root / name
+        check_file(root, name)
         try:
             self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
             self._size = os.fstat(self._file.fileno()).st_size
@@ -184,7 +192,7 @@ class ShardFile:
         header, payload_offset = self._read_header()
         try:
             metadata = header.pop("__metadata__")
-            self._check_owner(metadata, manifest, _piece(shard_set, index))
+            self._check_owner(metadata, manifest, shard_label(shard_set, index))
             self.slices = self._index(header, metadata["slices_crc32"], payload_offset)
             """By state and parameter, in the order of their start."""
         except (LookupError, TypeError, ValueError, AttributeError) as error:

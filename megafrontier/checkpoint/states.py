@@ -83,10 +83,18 @@ def start_save(
     engine.finish_publishing()
     with engine.ledger.paused():
         engine.fold_errors()
+    own = own_shards(engine, optimizer_states, buffers)
+    return PendingSave(root, Manifest(**about), own, engine.hierarchy.world, attach)
+
+
+def own_shards(
+    engine: Engine, optimizer_states: OptimizerStates, buffers: Buffers = NO_BUFFERS
+) -> list[OwnShard]:
+    """This rank's shard of each set that a checkpoint has: of the engine's states and, as a copy,
+    of the buffers."""
     own = _own_shards(engine, engine_states(engine, optimizer_states))
     over = engine.hierarchy
-    own += buffers_shard(buffers, over.outside, over.device, is_writer=over.rank == 0)
-    return PendingSave(root, Manifest(**about), own, engine.hierarchy.world, attach)
+    return own + buffers_shard(buffers, over.outside, over.device, is_writer=over.rank == 0)
 
 
 def _own_shards(engine: Engine, states: States) -> list[OwnShard]:

@@ -43,6 +43,7 @@ from megafrontier.config.schema import EvaluateConfig as EvaluateConfig
 from megafrontier.config.schema import LogConfig as LogConfig
 from megafrontier.config.schema import PreflightConfig as PreflightConfig
 from megafrontier.config.schema import RunConfig as RunConfig
+from megafrontier.config.schema import SnapshotConfig as SnapshotConfig
 from megafrontier.config.schema import TrainConfig as TrainConfig
 from megafrontier.config.sites import SitesConfig as SitesConfig
 from megafrontier.config.validation import check as check

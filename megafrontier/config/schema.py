@@ -119,6 +119,23 @@ class TrainConfig:
 
 
 @dataclass
+class SnapshotConfig:
+    """Snapshots in the memory of the nodes, or on their own disks (checkpoint-format.md)."""
+
+    every: int = bounded(0, at_least=0)
+    """Steps between snapshots, from which a start after a failure goes on without the storage; 0:
+    none. If the one before is still being written, or copied to another node, a snapshot is left
+    out."""
+    folder: str = "auto"
+    """Where each node keeps them. auto: the first of /dev/shm, $MEGAFRONTIER_NODE_DISK,
+    $SLURM_TMPDIR and $TMPDIR that has room; in memory they take at most 40 % of the host's. Or the
+    absolute path of a folder on each node."""
+    copies: int = bounded(1, at_least=0, at_most=1)
+    """Copies of each shard on another node, so that a lost node costs no more than a lost process.
+    A run on one node has none."""
+
+
+@dataclass
 class CheckpointConfig:
     every: int = bounded(1000, at_least=0)
     """Steps between checkpoints; 0: none by steps. The last step, and a step after which the run
@@ -146,6 +163,8 @@ class CheckpointConfig:
     weights_only: bool = False
     """Load only the weights of the path in `resume`, and start at step 0 with a new optimizer, a
     new schedule and the first sample, for example to fine-tune."""
+    local: SnapshotConfig = field(default_factory=SnapshotConfig)
+    """Snapshots near the ranks, between two checkpoints."""
 
 
 @dataclass

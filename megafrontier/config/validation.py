@@ -99,6 +99,9 @@ def _check_folders(config: Config) -> None:
     need(directory != "", "run.directory", "empty", "need a folder")
     # No shell expands it after `run.directory=`, and a folder named ~ is a trap.
     need(not directory.startswith("~"), "run.directory", directory, "need it without ~, as $HOME")
+    local = config.checkpoint.local.folder
+    is_path = local == "auto" or local.startswith("/")
+    need(is_path, "checkpoint.local.folder", local or "empty", "need auto or an absolute path")
 
 
 def _check_latent(model: ModelConfig, latent: LatentConfig) -> None:

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from megafrontier.checkpoint.local.snapshot import Snapshot
+from megafrontier.checkpoint.local.store import SnapshotStore
 from megafrontier.common.errors import (
     STOPPED,
     FatalError,
@@ -45,6 +47,7 @@ from megafrontier.training.callbacks.first_step import FirstStep
 from megafrontier.training.callbacks.guard import Guard
 from megafrontier.training.callbacks.log import Log, TraceWriter
 from megafrontier.training.callbacks.save import Save
+from megafrontier.training.callbacks.snapshots import Snapshots, open_store
 from megafrontier.training.callbacks.stragglers import GarbageCollection, Stragglers
 from megafrontier.training.goodput import read_goodput
 from megafrontier.training.logging.run_log import RunLogger, check_directory, open_run_logger
@@ -55,7 +58,7 @@ from megafrontier.training.resume.restarts import (
     record_interrupt,
     record_start,
 )
-from megafrontier.training.resume.resume import check_resume, goes_back, resume
+from megafrontier.training.resume.resume import begins_anew, check_resume, goes_back, resume
 from megafrontier.training.trainer import Trainer, build_trainer
 
 T = TypeVar("T")
@@ -233,13 +236,16 @@ def _run(context: RunContext, start: StartRecord, chosen: Sequence[str]) -> int:
         *([context.mesh.describe_groups()] if context.world.size > 1 else []),
     ):
         run_logger.info(line)
+    snapshots: SnapshotStore | None = None
     try:
-        if not resume(trainer, run_logger):
+        snapshots = open_store(trainer, context.identity, partial(begins_anew, config))
+        found = resume(trainer, run_logger, snapshots)
+        if found is None:
             trainer.engine.initialise(initial_values(config))
         start.add(resumed=trainer.step)
         first_step = FirstStep(start, trainer.step)
         context.world.run_on_all(partial(_open_records, trainer, run_logger))
-        save = Save(run_logger, trainer.step)
+        save = Save(run_logger, found.stored_step if isinstance(found, Snapshot) else trainer.step)
         # The broadcast of the first weights belongs to no step.
         trainer.engine.ledger.take()
         trainer.engine.ledger.take_waited()
@@ -250,6 +256,8 @@ def _run(context: RunContext, start: StartRecord, chosen: Sequence[str]) -> int:
         # Evaluation comes after the checkpoint, because it may be cut short.
         callbacks = [Log(), first_step, *trainer.stateful.values()]
         callbacks += [save, evaluate, trace, stragglers, garbage]
+        if snapshots is not None and snapshots.folder is not None:
+            callbacks.append(Snapshots(snapshots, save))
         save.listeners = callbacks
         run(trainer, callbacks, watchdog.beat)
         start.add(between_seconds=trainer.between_seconds)
@@ -263,6 +271,8 @@ def _run(context: RunContext, start: StartRecord, chosen: Sequence[str]) -> int:
             run_logger.info(f"stopped on request at step {trainer.step}{saved}; {how}")
         return STOPPED
     finally:
+        if snapshots is not None:
+            snapshots.close(is_over=False)
         trainer.close()
 
 

@@ -18,7 +18,7 @@ STEP_FIELDS = frozenset(
     {
         "step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second",
         "tflops_per_device", "mfu", "memory_gib", "comm", "loss_scale", "skipped", "samples",
-        "spike", "valid_loss", "stops", "saving", "save_requests", "waiting_seconds",
+        "spike", "valid_loss", "stops", "saving", "save_requests", "snapshots", "waiting_seconds",
         "comm_bytes", "comm_seconds", "comm_hidden",
         "expert_tokens", "expert_imbalance", "expert_rank_imbalance", "router_entropy",
         "dropped_tokens", "context_imbalance", "z_loss", "prediction_loss", "tasks",

@@ -158,6 +158,9 @@ class StepResult:
     weights that a step publishes count with the next step."""
     metrics: dict[str, float | list[float]] = field(default_factory=dict)
     """What callbacks and others have recorded, by name."""
+    snapshots: Sequence[float] = ()
+    """How many ranks are writing a snapshot, have failed to, and have something to say of it; empty
+    without snapshots."""
 
 
 class AsyncStepResult:
@@ -202,6 +205,7 @@ class AsyncStepResult:
             stop=numbers.pop("stops") > 0,
             is_saving=numbers.pop("saving") > 0,
             asks_to_save=numbers.pop("save_requests", 0) > 0,
+            snapshots=numbers.pop("snapshots", ()),
             spiked=bool(numbers.pop("spike")),
             own_waiting_seconds=self._own_waiting_seconds,
             comm=_by_level(trainer.engine.ledger.names, *traffic),

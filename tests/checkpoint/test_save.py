@@ -212,10 +212,10 @@ def kill_at_call(at: int) -> None:
         (Path, "mkdir"),
         (shard_file, "crc32_hex"),
     ]:
-        _kill_at(owner, name, counter, at)
+        kill_at(owner, name, counter, at)
 
 
-def _kill_at(owner, name: str, counter: list[int], at: int) -> None:
+def kill_at(owner, name: str, counter: list[int], at: int) -> None:
     real = getattr(owner, name)
 
     def counted(*args, **kwargs):
@@ -232,7 +232,7 @@ def test_a_kill_during_a_deletion_leaves_no_half_of_a_checkpoint(tmp_path):
         save_all(tmp_path, step, 1)
 
     def child() -> bool:
-        _kill_at(shutil, "rmtree", [0], 1)
+        kill_at(shutil, "rmtree", [0], 1)
         folder.delete(folder.prune(tmp_path, 2, 0))
         return True
 

@@ -52,28 +52,48 @@ def shards(trainer: Trainer) -> States:
 def start_saving(trainer: Trainer) -> PendingSave:
     """Begin to save a checkpoint of the current step; all ranks call it. Raises
     CheckpointWriteError on all ranks."""
-    config = trainer.config
+    config, fixed = trainer.config, fixed_state(trainer)
     return start_save(
         checkpoint_root(config),
         trainer.engine,
         trainer.unit_states,
         lambda folder: save_cached_tokenizer(config.tokenizer, folder / "tokenizer"),
-        buffers=persistent_buffers(trainer.model) | trainer.optimizer.buffers,
+        buffers=saved_buffers(trainer),
         step=trainer.step,
         tokens=trainer.tokens,
-        config=config_to_dict(config),
-        rng={"seed": config.run.seed},
-        extra={
-            "optimizer_steps": trainer.optimizer.steps,
-            "loss_scale": trainer.loss_scale.state_dict(),
-            "spikes": trainer.spikes.state_dict(),
-            "data": trainer.loader.position(trainer.step),
-            "windows": trainer.loader.samples.windows,
-            # Only the first rank's manifest is written, so the other ranks need not read this.
-            "contents": trainer.loader.samples.fingerprints if trainer.is_first else None,
-            **({"callbacks": kept} if (kept := callback_states(trainer)) else {}),
-        },
+        config=fixed["config"],
+        rng=fixed["rng"],
+        extra=progress(trainer) | fixed["extra"],
     )
+
+
+def saved_buffers(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The buffers that checkpoints keep, by name."""
+    return persistent_buffers(trainer.model) | trainer.optimizer.buffers
+
+
+def fixed_state(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """The fields of a checkpoint's manifest that no step changes."""
+    samples = trainer.loader.samples
+    # Only the first rank's manifest is written, so the other ranks need not read the contents.
+    contents = samples.fingerprints if trainer.is_first else None
+    return {
+        "config": config_to_dict(trainer.config),
+        "rng": {"seed": trainer.config.run.seed},
+        "extra": {"windows": samples.windows, "contents": contents},
+    }
+
+
+def progress(trainer: Trainer) -> dict[str, Any]:
+    """What a checkpoint's manifest keeps of the present step, besides its number and tokens."""
+    kept = callback_states(trainer)
+    return {
+        "optimizer_steps": trainer.optimizer.steps,
+        "loss_scale": trainer.loss_scale.state_dict(),
+        "spikes": trainer.spikes.state_dict(),
+        "data": trainer.loader.position(trainer.step),
+        **({"callbacks": kept} if kept else {}),
+    }
 
 
 def callback_states(trainer: Trainer) -> dict[str, dict[str, Any]]:

@@ -25,6 +25,7 @@ from megafrontier.checkpoint.folder import (
 )
 from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint, load_checkpoint, open_newest, read_manifest
+from megafrontier.checkpoint.local.store import SnapshotStore
 from megafrontier.checkpoint.states import States, fill_shards, persistent_buffers, restore_engine
 from megafrontier.common.errors import StorageFailed, UserError
 from megafrontier.config import Config
@@ -120,9 +121,17 @@ def has_begun_as_asked(config: Config) -> bool:
     return has_begun(Path(config.run.directory), config.checkpoint.resume)
 
 
-def resume(trainer: Trainer, run_logger: RunLogger) -> bool:
-    """Load the checkpoint that `checkpoint.resume` asks for, if any (Note [Which checkpoint]). All
-    ranks call it. Returns whether there was one, which has then replaced all values.
+def begins_anew(config: Config) -> bool:
+    """Whether this start gives up later steps of the run, because `checkpoint.resume` says so."""
+    is_asked = config.checkpoint.resume == "never" or goes_back(config)
+    return is_asked and not has_begun_as_asked(config)
+
+
+def resume(
+    trainer: Trainer, run_logger: RunLogger, snapshots: SnapshotStore | None = None
+) -> Checkpoint | None:
+    """Load the checkpoint that `checkpoint.resume` asks for, if any (Note [Which checkpoint]), or a
+    newer snapshot of the run. All ranks call it. Returns what has then replaced all values.
 
     Raises on all ranks: UserError if the checkpoint cannot be loaded, is of another model, or if
     `never` would mix two runs in one directory; StorageFailed.
@@ -136,9 +145,12 @@ def resume(trainer: Trainer, run_logger: RunLogger) -> bool:
     if config.checkpoint.resume == "never" and not is_begun:
         _on_rank_0(trainer, partial(_refuse_old_checkpoints, root))
         _on_rank_0(trainer, record)
-        return False
+        return None
     _on_rank_0(trainer, partial(_refuse_loose_link, root))
-    found = None if is_back else open_newest(root, load, world, run_logger.info)
+    open_newer = (snapshots.open_newest,) if snapshots else ()
+    found = None if is_back else open_newest(root, load, world, run_logger.info, *open_newer)
+    if snapshots is not None:
+        snapshots.keep(found)
     if found is not None and path is not None and not goes_back(config):
         run_logger.info(f"checkpoint.resume: {path}: not used, the run has checkpoints of its own")
     is_start = found is None and not is_back
@@ -147,12 +159,12 @@ def resume(trainer: Trainer, run_logger: RunLogger) -> bool:
         load_named = partial(load_checkpoint, load=load, world=world)
         found = of_newest(path, load_named, world.broadcast_from_rank_0)
     if found is None:
-        return False
+        return None
     _go_on_from(found, trainer, is_start, run_logger)
     if is_back:
         _on_rank_0(trainer, partial(_set_later_aside, root, trainer.step, found.path, run_logger))
         _on_rank_0(trainer, record)
-    return True
+    return found
 
 
 def _on_rank_0(trainer: Trainer, act: Callable[[], None]) -> None:
@@ -187,7 +199,7 @@ def _go_on_from(found: Checkpoint, trainer: Trainer, is_start: bool, run_logger:
     restore_engine(trainer.engine, states, persistent_buffers(trainer.model))
     _restore_progress(trainer, manifest)
     of = "" if manifest is found.manifest else "the weights of "
-    run_logger.info(f"resumed from {of}{found.path} at step {trainer.step}")
+    run_logger.info(f"resumed from {of}{found.origin} at step {trainer.step}")
     if trainer.step < trainer.last_step:
         for line in changes(trainer, manifest):
             run_logger.info(line)
