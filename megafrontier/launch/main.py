@@ -1,6 +1,7 @@
 """From a command to its running ranks: check, then fork local ranks or join those of a launcher."""
 
 import os
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -32,7 +33,7 @@ from megafrontier.launch.local import (
     import_early,
     report,
 )
-from megafrontier.launch.rendezvous import refuse
+from megafrontier.launch.rendezvous import check_sockets, refuse
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.plan.assemble import initial_values
@@ -128,12 +129,15 @@ def launch(
     if nproc is not None:
         if nproc < 1:
             raise UserError(f"--nproc: {nproc}, need at least 1")
+        # The ranks inherit the limit of this process.
+        check_sockets(Identity(0, nproc, 0, "local", host=socket.gethostname()))
         _call_or_refuse(partial(check, nproc), None, config.train.hang_seconds)
         if not restarts or directory is None:
             return fork_ranks(nproc, body)
         return fork_ranks_again(nproc, body, restarts, partial(_record_failure, directory))
     identity = identify(os.environ)
     try:
+        _call_or_refuse(partial(check_sockets, identity), identity, config.train.hang_seconds)
         checking = partial(check, identity.world_size)
         _call_or_refuse(checking, identity, config.train.hang_seconds)
         import_early()

@@ -37,6 +37,11 @@ from megafrontier.parallel.world import World
 
 ALL_PEERS = "connections to all"
 """The operation in which gloo connects each rank to every other. NCCL and RCCL connect later."""
+STORE_SOCKETS = 3
+"""Connections of a rank to the store: that of `join`, and two of the watchdog, whose threads wait
+for an alarm and raise one."""
+_OTHER_FILES = 256
+"""Open files of the store's owner that have nothing to do with the number of ranks."""
 
 
 @contextmanager
@@ -203,7 +208,7 @@ def _open_store(identity: Identity, timeouts: Timeouts) -> LivenessCheck:
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     socket = os.environ.pop("MEGAFRONTIER_SOCKET", None)  # of the parent of local ranks
     if rank == 0:
-        _allow_sockets(os.getppid() if is_torchruns else os.getpid())
+        _allow_sockets(_store_owner(), identity, each=1)  # enough to meet, and to refuse
     connect = partial(
         TCPStore,
         str(address.hostname),
@@ -225,11 +230,31 @@ def _open_store(identity: Identity, timeouts: Timeouts) -> LivenessCheck:
     return LivenessCheck(PrefixStore(f"{identity.start}/{start}", store), identity, timeouts)
 
 
-def _allow_sockets(process: int) -> None:
-    """Let the owner of the store open as many sockets as the system allows. Each rank connects to
-    it three times, so 48 nodes need more than the usual limit."""
+def check_sockets(identity: Identity) -> None:
+    """Let the owner of the store open as many files as the system allows. Raises UserError on rank
+    0 if these are too few for all ranks: some would not get a connection, minutes later."""
+    if identity.rank == 0 and identity.world_size > 1:
+        _allow_sockets(_store_owner(), identity, STORE_SOCKETS)
+
+
+def _store_owner() -> int:
+    """The process that owns the store: torchrun, or rank 0 itself."""
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.getppid() if is_torchruns else os.getpid()
+
+
+def _allow_sockets(process: int, identity: Identity, each: int) -> None:
+    """Raise the limit of a process to the hard one. Raises UserError if that is too low for `each`
+    connections of all ranks. The usual soft limit is enough for 31 nodes."""
     _, hard = resource.prlimit(process, resource.RLIMIT_NOFILE)
     resource.prlimit(process, resource.RLIMIT_NOFILE, (hard, hard))
+    required = each * identity.world_size + _OTHER_FILES
+    if hard not in (resource.RLIM_INFINITY, -1) and hard < required:
+        raise UserError(
+            f"ulimit -Hn: {hard} open files on {identity.host}, need {STORE_SOCKETS} for each "
+            f"rank, {STORE_SOCKETS * identity.world_size + _OTHER_FILES} for "
+            f"{identity.world_size} ranks"
+        )
 
 
 def check_hosts(levels: Levels, hosts: list[Any]) -> None:

@@ -74,6 +74,24 @@ def start(script, folder, name, identity, *overrides, ranks=RANKS, make=Forked):
     return started
 
 
+FEW_FILES = """import os, resource
+if os.environ["RANK"] == "0":
+    resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))
+"""
+
+
+def test_all_ranks_are_refused_if_the_store_cannot_open_a_file_for_each_of_their_connections(
+    folder,
+):
+    started = start(FEW_FILES.format(limit=260) + COMMAND, folder, "few-files", torchrun)
+    ended = wait_for(started)
+    assert [process.returncode for process in started] == [BAD_INPUT] * RANKS
+    lines = [line for _, error in ended for line in error.splitlines()]
+    assert len(lines) == 1
+    assert "ulimit -Hn: 260 open files on " in lines[0]
+    assert "need 3 for each rank, 262 for 2 ranks" in lines[0]
+
+
 @pytest.fixture(scope="module")
 def local(folder):
     return runs.run(folder / "config.yaml", RANKS, f"run.directory={folder}/local", *MACHINE)

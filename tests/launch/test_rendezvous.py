@@ -5,7 +5,9 @@ import resource
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from megafrontier.common.errors import PeersLost, UserError
 from megafrontier.launch import rendezvous
 from megafrontier.launch.health.timeouts import Timeouts
+from megafrontier.launch.health.watchdog import Watchdog
 from megafrontier.launch.local import fork_ranks
 from megafrontier.launch.rendezvous import join
 from megafrontier.parallel.env import Identity, identify
@@ -25,16 +28,76 @@ from tests.ranks import make_levels
 CPU = torch.device("cpu")
 
 
-def test_the_owner_of_the_store_may_open_as_many_sockets_as_the_system_allows():
+@pytest.fixture
+def limited(monkeypatch):
+    """The limits of open files of a process, which a test sets; those of this one stay."""
+    limits = {}
+
+    def prlimit(process, _resource, values=None):
+        before = limits[process]
+        limits[process] = values or before
+        return before
+
+    monkeypatch.setattr(resource, "prlimit", prlimit)
+    return limits
+
+
+def first_of(ranks):
+    return Identity(0, ranks, 0, "slurm", "tcp://nowhere:1", "frontier00001")
+
+
+def test_the_owner_of_the_store_may_open_as_many_sockets_as_the_system_allows(limited):
     """48 nodes need more than the usual limit."""
+    limited[os.getpid()] = 1024, 131072
+    rendezvous.check_sockets(first_of(48 * 8))
+    assert limited[os.getpid()] == (131072, 131072)
 
+
+def test_too_few_open_files_for_all_ranks_are_refused_before_ranks_meet(limited, monkeypatch):
+    limited[os.getpid()] = limited[os.getppid()] = 1024, 131072
+    rendezvous.check_sockets(first_of(5450 * 8))
+    why = r"ulimit -Hn: 131072 open files on frontier00001, need 3 for each rank, 226048 for 75264"
+    with pytest.raises(UserError, match=f"^{why} ranks$"):
+        rendezvous.check_sockets(first_of(9408 * 8))
+    # The other ranks own no store.
+    rendezvous.check_sockets(replace(first_of(9408 * 8), rank=1))
+    limited[os.getpid()] = 1024, 1024
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # torchrun's own process does
+    rendezvous.check_sockets(first_of(48 * 8))
+    limited[os.getpid()] = 1024, resource.RLIM_INFINITY
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    rendezvous.check_sockets(first_of(9408 * 8))
+
+
+def connections_to(port):
+    """The number of this process's TCP connections to a port of any host."""
+    inodes = set()
+    for file in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            inodes.add(os.readlink(f"/proc/self/fd/{file}").removeprefix("socket:[").rstrip("]"))
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
+    ]
+    return sum(f[9] in inodes and int(f[2].rpartition(":")[2], 16) == port for f in lines)
+
+
+def test_a_rank_connects_to_the_store_as_often_as_the_check_of_the_limit_says(tmp_path):
     def body():
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
-        rendezvous._allow_sockets(os.getpid())
-        return resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+        identity = identify(os.environ)
+        timeouts = Timeouts.of(2)
+        with (
+            closing(Watchdog(identity, tmp_path / "run", timeouts)) as watchdog,
+            join(identity, MeshShape(make_levels((1, 2))), CPU, timeouts, watchdog.start) as mesh,
+        ):
+            port = int(identity.rendezvous.rpartition(":")[2])
+            (tmp_path / str(identity.rank)).write_text(str(connections_to(port)))
+            mesh.world.barrier()
+        return 0
 
-    assert in_child(body) == 0
+    assert fork_ranks(2, body) == 0
+    assert (tmp_path / "1").read_text() == str(rendezvous.STORE_SOCKETS)
 
 
 def within(seconds):
