@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from megafrontier.checkpoint.local.node_folder import MEMORY_SHARE
 from megafrontier.comm.delta import delta_levels
 from megafrontier.comm.streams import Policy
 from megafrontier.comm.wires.registry import DTYPES
@@ -194,17 +195,49 @@ def _matrices(config: Config, plan: RunPlan, optimizer: str) -> Iterator[tuple[P
         yield spec, prod(plan.shape.over(spec.axes).sizes[:depth])
 
 
-def host_gib(config: Config, plan: RunPlan) -> float:
-    """GiB of host memory that each rank holds, by formula. Of a pipeline: the rank that holds
-    most."""
+def host_gib(config: Config, plan: RunPlan, memory: float | None = None) -> float:
+    """GiB of host memory that each rank holds, by formula: offloaded states and snapshots, which
+    are not kept in a host with `memory` for each rank of which they would take too much. Of a
+    pipeline: the rank that holds most."""
     units = rank_units(config, plan)
-    return max(rank_state_bytes(config, plan, own)["host"] for own in units) / GIB
+    states = max(rank_state_bytes(config, plan, own)["host"] for own in units) / GIB
+    snapshots = snapshot_gib(config, plan) if keeps_in_memory(config) else 0.0
+    is_too_much = memory is not None and snapshots > MEMORY_SHARE * memory
+    return states + (0.0 if is_too_much else snapshots)
+
+
+def snapshot_gib(config: Config, plan: RunPlan) -> float:
+    """GiB of a node for each rank's snapshots, by formula: two of its shards, and two of those of
+    which it keeps copies. 0 without `checkpoint.local.every`."""
+    local, per_host = config.checkpoint.local, plan.machine.device.ranks_per_host
+    copies = local.copies if per_host is None or plan.levels.ranks > per_host else 0
+    units = rank_units(config, plan)
+    most = max(_stored_bytes(config, plan, own) for own in units)
+    return 2 * (1 + copies) * most / GIB if local.every else 0.0
+
+
+def keeps_in_memory(config: Config) -> bool:
+    """Whether snapshots are to be in the memory of the nodes, as far as the config says it."""
+    folder = config.checkpoint.local.folder
+    return folder == "auto" or folder.startswith("/dev/shm")
+
+
+def _stored_bytes(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -> float:
+    """Bytes of a rank's part of a checkpoint."""
+    published = DTYPES[config.train.precision].itemsize if plan.have_deltas else 0
+    total = 0.0
+    for unit in units:
+        levels, rules = plan.shape.over(unit.axes), plan.of(unit.axes)
+        shards = prod(levels.sizes[: rules.placement.on(levels).optimizer])
+        itemsize = master_itemsize(config, unit.optimizer) + published
+        total += unit.numel / shards * (itemsize + 2 * rules.error_feedback)
+    return total
 
 
 def fits_host(config: Config, plan: RunPlan) -> bool:
     """Whether the host has the memory, as far as the machine file states it."""
     memory = plan.machine.device.host_memory_gib
-    return memory is None or host_gib(config, plan) <= memory
+    return memory is None or host_gib(config, plan, memory) <= memory
 
 
 def _unit_buffer_bytes(

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 
+from megafrontier.checkpoint.local.node_folder import MEMORY_SHARE
 from megafrontier.config import Config
+from megafrontier.plan.footprint import keeps_in_memory, snapshot_gib
 from megafrontier.plan.resolve import RunPlan
 
 
@@ -38,8 +40,27 @@ def describe_saves(
         yield f"checkpoints: every {both}{first}"
     else:
         yield f"checkpoints: only at the end, after {_steps(config.train.steps, step_seconds)}"
+    if config.checkpoint.local.every:
+        yield from _describe_snapshots(config, plan, step_seconds)
     if limit_seconds is not None:
         yield from _warn_of_limit(every, minutes, step_seconds, limit_seconds)
+
+
+def _describe_snapshots(config: Config, plan: RunPlan, step_seconds: float | None) -> Iterator[str]:
+    local, size = config.checkpoint.local, snapshot_gib(config, plan)
+    where = "of the node's memory" if keeps_in_memory(config) else f"in {local.folder}"
+    copies = ", with a copy on another node" if local.copies else ""
+    yield (
+        f"snapshots: every {_steps(local.every, step_seconds)} (checkpoint.local.every){copies}: "
+        f"{size:.3g} GiB {where} for each rank"
+    )
+    memory = plan.machine.device.host_memory_gib
+    if memory is not None and keeps_in_memory(config) and size > MEMORY_SHARE * memory:
+        yield (
+            f"warning: checkpoint.local: {size:.3g} GiB for each rank are more than "
+            f"{MEMORY_SHARE:.0%} of machine.device.host_memory_gib ({memory:.3g}): a disk of the "
+            "node is taken, or there are no snapshots"
+        )
 
 
 def _warn_of_limit(

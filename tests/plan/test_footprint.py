@@ -2,11 +2,15 @@
 
 import pytest
 
+from megafrontier.checkpoint.format import Manifest
+from megafrontier.checkpoint.shard_file import file_size
+from megafrontier.checkpoint.states import own_shards
 from megafrontier.config import load_config
-from megafrontier.plan.footprint import GIB, buffer_gib, host_gib, state_gib
+from megafrontier.plan.footprint import GIB, buffer_gib, host_gib, snapshot_gib, state_gib
 from megafrontier.plan.resolve import resolve_plan
 from megafrontier.planner.simulation.rank import run_rank
 from megafrontier.planner.simulation.rates import UNKNOWN
+from megafrontier.training.callbacks.save import saved_buffers
 
 LEVELS = "machine.levels={{pair: {{size: {}}}, node: {{size: {}}}, world: {{size: {}}}}}"
 SMALL = (
@@ -62,6 +66,23 @@ def test_the_formulas_are_what_a_ranks_engine_holds_on_the_meta_device(chosen):
     near = pytest.approx(buffers, rel=3e-2 if is_split else 3e-3)
     assert buffer_gib(config, plan, rank=0) * GIB == near
     assert host_gib(config, plan) * GIB == pytest.approx(_bytes(on_host), rel=3e-3)
+
+
+@pytest.mark.parametrize(
+    "chosen", [(), ("partition.wires=low",), ("optimizer.ema=0.9", "partition.strategy=mics"),
+    ("parallel.expert=4", "model.moe={experts: 8, active: 2}")], ids=" ".join
+)  # fmt: skip
+def test_the_memory_of_snapshots_is_that_of_two_of_the_files_and_of_their_copies(chosen):
+    local = ("checkpoint.local.every=1", "machine.device.ranks_per_host=4")
+    config = load_config("configs/gpt-125m.yaml", [*SMALL, *chosen, *local])
+    plan = resolve_plan(config, 8)
+    trainer = run_rank(config, plan, UNKNOWN, 0, 2).trainer
+    own = own_shards(trainer.engine, trainer.unit_states, saved_buffers(trainer))
+    blank = Manifest(0, 0)
+    files = sum(file_size(blank, part.shard_set, part.index) for part in own)
+    assert snapshot_gib(config, plan) * GIB == pytest.approx(4 * files, rel=3e-2)
+    assert host_gib(config, plan) == snapshot_gib(config, plan)
+    assert host_gib(config, plan, memory=snapshot_gib(config, plan)) == 0  # it takes no such share
 
 
 def _bytes(tensors):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megafrontier.plan.footprint import snapshot_gib
 from megafrontier.plan.resolve import resolve_plan
 from megafrontier.plan.saves import describe_saves
 from tests import runs
@@ -47,6 +48,25 @@ def test_a_job_that_would_save_only_when_it_is_asked_to_stop_is_warned_of(
     assert len(lines) == bool(warned)
     assert all(line.startswith(f"warning: {warned}so a job saves only when ") for line in lines)
     assert all("asked to stop, after 1.99 hours, " in line for line in lines)
+
+
+def test_snapshots_are_told_with_their_interval_and_memory(tmp_path):
+    path = runs.make_config_file(tmp_path)
+    chosen = ["checkpoint.local.every=10", "machine.device.ranks_per_host=4"]
+
+    def lines(*more):
+        config = runs.load(path, *chosen, *more)
+        plan = resolve_plan(config, 8)
+        return snapshot_gib(config, plan), [*describe_saves(config, plan, 2.0)][1:]
+
+    size, said = lines()
+    assert said == [
+        "snapshots: every 10 steps, 20 seconds (checkpoint.local.every), with a copy on another "
+        f"node: {size:.3g} GiB of the node's memory for each rank"
+    ]
+    assert lines("checkpoint.local.copies=0")[0] == size / 2
+    _, (_, warning) = lines(f"machine.device.host_memory_gib={2 * size}")
+    assert warning.startswith(f"warning: checkpoint.local: {size:.3g} GiB for each rank are more")
 
 
 def describe(folder, every, minutes, *times):
