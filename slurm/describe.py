@@ -1,5 +1,5 @@
-"""Print what a config and overrides describe: name, directory, attempts and spare nodes of the run,
-a line each.
+"""Print what a config and overrides describe: name, directory, attempts, spare nodes and folder of
+snapshots (or none) of the run, a line each.
 
 With the number of nodes that train, and if the machine file has ranks per host, also print what
 runs there and warn of files and packages that are missing here.
@@ -29,7 +29,9 @@ def describe(arguments: argparse.Namespace) -> list[str]:
         refuse_no_corpus(config.data)
     per_host = load_machine(config.machine).device.ranks_per_host
     run = config.run
+    local = config.checkpoint.local
     lines = [run.name, run.directory, str(config.train.attempts), str(run.spare_nodes)]
+    lines.append(local.folder if local.every else "none")
     if nodes is None:
         return lines
     if run.spare_nodes:

@@ -183,6 +183,7 @@ enter_job() {
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
     # On a shared file system, ranks would block each other on these caches, or corrupt them.
     export MIOPEN_USER_DB_PATH=$node_disk/miopen MIOPEN_CUSTOM_CACHE_DIR=$node_disk/miopen
+    export MEGAFRONTIER_SNAPSHOT_DISK=$node_disk
     export TORCHINDUCTOR_CACHE_DIR=$node_disk/inductor TRITON_CACHE_DIR=$node_disk/triton
 }
 
@@ -268,6 +269,18 @@ leave_job() {
         [[ ! ${answer:-} =~ \ NumNodes=([0-9]+)\  ]] || SLURM_JOB_NUM_NODES=${BASH_REMATCH[1]}
         each_node rm -rf "$node_disk/environment" "$node_disk/environment.tar.gz" || true
     fi
+    [ "${snapshots:-none}" = none ] || remove_snapshots
+}
+
+# The ranks of a job that was killed have left them (checkpoint.local), perhaps in the nodes' memory.
+remove_snapshots() {
+    local folders=("$snapshots") seconds=30 now
+    now=$(scontrol --oneliner show job "$SLURM_JOB_ID") || true
+    [[ ! $now =~ \ NumNodes=([0-9]+)\  ]] || SLURM_JOB_NUM_NODES=${BASH_REMATCH[1]}
+    [ "$snapshots" != auto ] ||
+        folders=(/dev/shm "$node_disk" ${SLURM_TMPDIR:+"$SLURM_TMPDIR"} ${TMPDIR:+"$TMPDIR"})
+    each_node sh -c 'for folder; do rm -rf "$folder/megafrontier-$(id -u)/$SLURM_JOB_ID"-*; done' \
+        sh "${folders[@]}" || true
 }
 
 # Run a command on each node. A failure does not end the others, and a hang is not waited for.

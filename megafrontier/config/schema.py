@@ -127,9 +127,9 @@ class SnapshotConfig:
     none. If the one before is still being written, or copied to another node, a snapshot is left
     out."""
     folder: str = "auto"
-    """Where each node keeps them. auto: the first of /dev/shm, $MEGAFRONTIER_NODE_DISK,
-    $SLURM_TMPDIR and $TMPDIR that has room; in memory they take at most 40 % of the host's. Or the
-    absolute path of a folder on each node."""
+    """Where each node keeps them. auto: the first of /dev/shm, $MEGAFRONTIER_SNAPSHOT_DISK (which
+    slurm/train.sbatch sets to the cluster's node_disk), $SLURM_TMPDIR and $TMPDIR that has room; in
+    memory they take at most 40 % of the host's. Or the absolute path of a folder on each node."""
     copies: int = bounded(1, at_least=0, at_most=1)
     """Copies of each shard on another node, so that a lost node costs no more than a lost process.
     A run on one node has none."""

@@ -68,7 +68,7 @@ def base_folders(chosen: str, environment: Mapping[str, str]) -> list[Path]:
     `checkpoint.local.folder`."""
     if chosen != "auto":
         return [Path(chosen)]
-    names = ("MEGAFRONTIER_NODE_DISK", "SLURM_TMPDIR", "TMPDIR")
+    names = ("MEGAFRONTIER_SNAPSHOT_DISK", "SLURM_TMPDIR", "TMPDIR")
     disks = (environment.get(name, "") for name in names)
     return list(dict.fromkeys([Path("/dev/shm"), *(Path(disk) for disk in disks if disk)]))
 
@@ -251,6 +251,8 @@ def open_folders(
         if chosen is not None and not folder_of(base, key, host).exists():
             continue
         try:
+            if not is_chosen:
+                base.mkdir(mode=0o700, parents=True, exist_ok=True)
             folders.append(NodeFolder(base, key, host))
             problem = room_problem(base, needed, folders[-1].held_bytes)
         except OSError as error:
