@@ -46,17 +46,22 @@ class Staging:
         self._stream: torch.cuda.Stream | None = None
         self._pending: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event] | None = None
 
+    def open(self, device: torch.device) -> None:
+        """Allocate what copies from a device need. They come after what it has been given so far,
+        and in another thread than this call they do not wait for more."""
+        if self._stream is None and device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._buffers = [
+                torch.empty(self._size, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+            ]
+
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy a 1-D tensor on any device to one of its type on the host."""
         if not source.is_cuda:
             target.copy_(source)
             return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(source.device)
-            self._stream.wait_stream(torch.cuda.current_stream(source.device))
-            self._buffers = [
-                torch.empty(self._size, dtype=torch.uint8, pin_memory=True) for _ in range(2)
-            ]
+        self.open(source.device)
         step = self._size // source.itemsize
         for first in range(0, len(source), step):
             self._start(source[first : first + step], target[first : first + step])

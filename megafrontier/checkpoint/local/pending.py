@@ -1,7 +1,7 @@
 """One rank's part of a snapshot: copied to the node's memory, checked and sent behind the steps."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -48,10 +48,11 @@ class PendingSnapshot:
         own: Sequence[OwnShard],
         slots: Mapping[str, Slots],
         kept: str,
+        early: Collection[str],
         send: Send | None = None,
     ) -> None:
-        """Copy this rank's shards to the files of `slots` (by the name of the set). They may change
-        afterwards. A thread does the rest.
+        """Copy this rank's shards to the files of `slots` (by the name of the set). The states
+        `early` may change afterwards, the others after `wait_copied`. A thread does the rest.
 
         manifest: with step, id and what else an entry says. kept: the id of the snapshot that is
         not to be overwritten.
@@ -62,28 +63,40 @@ class PendingSnapshot:
         self.copy_problem: str | None = None
         """Why there is no copy on another node."""
         self._manifest, self._layout, self._send = manifest, layout, send
+        self._early, self._copied = early, threading.Event()
         self._thread = threading.Thread(target=self._write, name="snapshot", daemon=True)
-        self._parts: list[_Part] = []
+        writers = [part for part in own if part.is_writer]
         try:
-            writers = [part for part in own if part.is_writer]
-            self._parts = [
-                self._prepare(part, slots[part.shard_set.name], kept) for part in writers
-            ]
-            self._copy()
+            self._parts = [self._prepare(p, slots[p.shard_set.name], kept) for p in writers]
+            self._staging = self._open_staging(writers)
+            self._copy(lambda state: state in early)
         except (OSError, MemoryError) as error:
             self.problem = _describe(error)
-            return
-        self._thread.start()
+            self._copied.set()
+        else:
+            self._thread.start()
 
     @property
     def is_done(self) -> bool:
         """Whether this rank's thread has no more to do."""
         return not self._thread.is_alive()
 
+    def wait_copied(self) -> None:
+        """Wait until the shards may change."""
+        self._copied.wait()
+
     def wait(self, seconds: float) -> None:
         """Wait for the thread, for `seconds` at most."""
         if self._thread.ident is not None:
             self._thread.join(seconds)
+
+    def _open_staging(self, own: Sequence[OwnShard]) -> Staging:
+        """Ready to copy in another thread what the devices have computed by now."""
+        staging = Staging(sum(len(part.memory) for part in self._parts))
+        held = (shards for part in own for shards in part.shards.values())
+        for device in {shard.device for shards in held for shard in shards if shard is not None}:
+            staging.open(device)
+        return staging
 
     def _prepare(self, part: OwnShard, slots: Slots, kept: str) -> _Part:
         part.check()
@@ -96,15 +109,20 @@ class PendingSnapshot:
         label = shard_label(part.shard_set, part.index)
         return encode_header(self._manifest, label, slices, checksums)
 
-    def _copy(self) -> None:
-        staging = Staging(sum(len(part.memory) for part in self._parts))
+    def _copy(self, is_chosen: Callable[[str], bool]) -> None:
         for part in self._parts:
             for one, data in _payload(part):
-                staging.copy(slice_of(part.own.shards, one).detach(), data.view(one.dtype))
-        staging.finish()
+                if is_chosen(one.state):
+                    source = slice_of(part.own.shards, one).detach()
+                    self._staging.copy(source, data.view(one.dtype))
+        self._staging.finish()
 
     def _write(self) -> None:
         try:
+            try:
+                self._copy(lambda state: state not in self._early)
+            finally:
+                self._copied.set()
             for part in self._parts:
                 self._finish(part)
         except Exception as error:  # another rank must not wait for this one

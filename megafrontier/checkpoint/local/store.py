@@ -14,7 +14,7 @@ import hashlib
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,10 +147,15 @@ class SnapshotStore:
     # Writing
 
     def start(
-        self, step: int, tokens: int, extra: Mapping[str, Any], shards: Sequence[OwnShard]
+        self,
+        step: int,
+        tokens: int,
+        extra: Mapping[str, Any],
+        shards: Sequence[OwnShard],
+        early: Collection[str],
     ) -> PendingSnapshot:
-        """Begin a snapshot: copy this rank's shards, and write and send the copies in a thread. All
-        ranks call it, while none is pending. The fields are those of a manifest."""
+        """Begin a snapshot, which a thread copies, checks and sends; all ranks call it while none
+        is pending. The fields are those of a manifest. `early`: as of `PendingSnapshot`."""
         assert self.folder is not None
         manifest = Manifest(step, tokens, extra=extra, id=_id_of(self._start, step))
         slots = {}
@@ -158,7 +163,7 @@ class SnapshotStore:
             writer = (part.shard_set.name, part.index)
             slots[part.shard_set.name] = self._slots_of(self._slots, writer)
         send = None if self._partner is None else partial(self._send, (step, manifest.id))
-        return PendingSnapshot(manifest, self._layout, shards, slots, self._kept, send)
+        return PendingSnapshot(manifest, self._layout, shards, slots, self._kept, early, send)
 
     def _slots_of(self, known: dict[Writer, Slots], writer: Writer) -> Slots:
         with self._lock:

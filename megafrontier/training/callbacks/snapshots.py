@@ -21,7 +21,8 @@ LAST_SECONDS = 5.0
 class Snapshots(Callback):
     """Takes a snapshot every `checkpoint.local.every` steps.
 
-    Training waits for a copy in the node's memory. Threads check, publish and send it. The message
+    A thread copies the shards to the node's memory under the next forward and backward, before the
+    next update changes them, and checks, publishes and sends the copy. The message
     of each step's loss says how many ranks are still writing, so all ranks learn from the same step
     that a snapshot is whole. A snapshot that is not whole when the next one is due is not waited
     for: the next one is left out.
@@ -38,6 +39,8 @@ class Snapshots(Callback):
 
     def before_optimizer(self, trainer: Trainer, gradients: Sequence[torch.Tensor]) -> None:
         pending = self._pending
+        if pending is not None:
+            pending.wait_copied()
         is_writing = pending is not None and not pending.is_done
         has_failed = pending is not None and pending.problem is not None
         counts = [float(is_writing), float(has_failed), float(self._news() is not None)]
@@ -85,10 +88,13 @@ class Snapshots(Callback):
 
     def _take(self, trainer: Trainer) -> None:
         engine = trainer.engine
-        # Also without a snapshot: the errors of the next steps must not depend on the clock.
-        engine.finish_publishing()
-        with engine.ledger.paused():
-            engine.fold_errors()
+        has_errors = any(unit.feedback.errors for unit in engine.units)
+        if has_errors or engine.have_deltas or any(unit.is_late for unit in engine.units):
+            engine.finish_publishing()  # it changes what is copied
+        if has_errors:
+            # Also without a snapshot: the errors of the next steps must not depend on the clock.
+            with engine.ledger.paused():
+                engine.fold_errors()
         if self._pending is not None:
             self._left_out += 1
             if self._left_out == 1:
@@ -98,7 +104,11 @@ class Snapshots(Callback):
                 )
             return
         shards = own_shards(engine, trainer.unit_states, saved_buffers(trainer))
-        self._pending = self._store.start(trainer.step, trainer.tokens, progress(trainer), shards)
+        # Backward changes the errors. A thread may not use the device while a graph is recorded.
+        every = [state for part in shards for state in part.shards]
+        early = every if trainer.config.train.cuda_graphs else ["error"]
+        about = trainer.step, trainer.tokens, progress(trainer)
+        self._pending = self._store.start(*about, shards, early)
 
     def at_end(self, trainer: Trainer) -> None:
         if self._pending is not None:

@@ -106,7 +106,9 @@ class Rank:
         """What was wrong with the snapshot, and with its copy."""
         shards = make_shards(self.layouts, make_tensors(step), self.world.rank, self.size)
         change(self.world.rank, shards)
-        pending = self.store.start(step, 1000 * step, {"data": [step, 0]}, self.own(shards))
+        early = ["exp_avg"]
+        pending = self.store.start(step, 1000 * step, {"data": [step, 0]}, self.own(shards), early)
+        pending.wait_copied()
         for tensors in shards.values():
             for tensor in tensors:
                 tensor.fill_(7.0)  # behind the snapshot
