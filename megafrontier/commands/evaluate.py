@@ -21,7 +21,7 @@ from megafrontier.config import (
     load_machine,
 )
 from megafrontier.data.sampling.loader import open_loader, open_named_loaders
-from megafrontier.data.sampling.samples import Batch
+from megafrontier.data.sampling.samples import Batch, OpenCorpora
 from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.evaluation.tasks import Results, check_tasks, evaluate_tasks
@@ -103,9 +103,13 @@ def evaluate_command(
         return 0
 
     def check(ranks: int) -> None:
+        plan = check_layout(config, ranks)
         if not is_local:
-            check_rank(load_machine(config.machine).device, identify(os.environ), False)
-        check_data(config, check_layout(config, ranks), () if with_tasks else ("valid",))
+            identity = identify(os.environ)
+            check_rank(load_machine(config.machine).device, identity, False)
+            if identity.local_rank:  # one rank a host looks for files
+                return
+        check_data(config, plan, () if with_tasks else ("valid",))
         if with_tasks:
             check_tasks(config)
 
@@ -188,8 +192,12 @@ def _evaluate(checkpoint: Checkpoint, runner: Runner, context: RunContext) -> li
     """The evaluation of a checkpoint, in lines: all corpora, then those of each name."""
     config, mesh, world = context.config, context.mesh, context.world
     place = mesh.data_rank, mesh.data_size, mesh.device
+    opened: OpenCorpora = {}
     loader, named = world.run_on_all(
-        lambda: (open_loader(config, "valid", *place), open_named_loaders(config, *place))
+        lambda: (
+            open_loader(config, "valid", *place, opened),
+            open_named_loaders(config, *place, opened),
+        )
     )
     if loader is None:
         raise UserError("data.split: keeps nothing for validation; need data.valid or a part")

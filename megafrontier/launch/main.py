@@ -106,8 +106,10 @@ def _check(config: Config, identity: Identity | None, ranks: int) -> None:
         check_rank(load_machine(config.machine).device, identity, config.preflight.enabled)
     per_host = load_machine(config.machine).device.ranks_per_host or 1
     plan = check_ranks(config, ranks, ranks if identity is None else per_host)
-    check_files(config, plan)
+    # One rank a host looks for files: with 100 corpora and 75,264 ranks, checks on all of them are
+    # 45 million metadata operations of the file system.
     if identity is None or identity.local_rank == 0:
+        check_files(config, plan)
         check_resume(config)
         check_directory(config)  # last, because it creates the directory
 

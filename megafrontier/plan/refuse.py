@@ -7,6 +7,7 @@ from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.common.errors import UserError, need
 from megafrontier.config import Config
 from megafrontier.data.sampling.loader import CorpusPart, open_loader, open_named_loaders
+from megafrontier.data.sampling.samples import OpenCorpora
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.plan.footprint import GIB, buffer_gib, host_gib, state_gib
 from megafrontier.plan.resolve import RunPlan, micro_batches_of, optimizer_groups, resolve_plan
@@ -26,9 +27,10 @@ def check_data(config: Config, plan: RunPlan, parts: Sequence[CorpusPart]) -> No
     """Check the tokenizer, and the corpora of `parts` by one sample each. Raises UserError."""
     check_vocabulary(config)
     size = plan.shape.over(("data",)).ranks
-    loaders = [open_loader(config, part, 0, size) for part in parts]
+    opened: OpenCorpora = {}
+    loaders = [open_loader(config, part, 0, size, opened=opened) for part in parts]
     if "valid" in parts:
-        loaders += open_named_loaders(config, 0, size).values()
+        loaders += open_named_loaders(config, 0, size, opened=opened).values()
     for loader in loaders:
         if loader is not None:
             loader.samples.batch(0, 1)  # one sample shows most wrong tokenizers

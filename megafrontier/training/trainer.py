@@ -11,7 +11,8 @@ from megafrontier.checkpoint.states import OptimizerStates
 from megafrontier.common.errors import RankError, UserError
 from megafrontier.config import Config
 from megafrontier.data.sampling.loader import PARTS, Loader, open_loader, open_named_loaders
-from megafrontier.data.sampling.samples import Batch
+from megafrontier.data.sampling.samples import Batch, OpenCorpora
+from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.model.gpt import GPT
 from megafrontier.model.moe.balance import Balance
 from megafrontier.optim.gradients import LossScale
@@ -111,16 +112,22 @@ def build_trainer(
     built = build_model(config, plan, mesh, has_values)
     # All ranks agree, because the others would wait for a rank whose storage fails.
     rank, size, device = mesh.data_rank, mesh.data_size, mesh.device
+    ids = int(mesh.world.broadcast_from_rank_0(lambda: str(_tokenizer_ids(config))))
+    opened: OpenCorpora = {}
     (train, valid), named = mesh.world.run_on_all(
         lambda: (
-            [open_loader(config, part, rank, size, device) for part in PARTS],
-            open_named_loaders(config, rank, size, device),
+            [open_loader(config, part, rank, size, device, opened, ids) for part in PARTS],
+            open_named_loaders(config, rank, size, device, opened, ids),
         )
     )
     assert train is not None
     trainer = make_trainer(config, plan, mesh, built, train, valid, run_logger)
     trainer.named_loaders = named
     return trainer
+
+
+def _tokenizer_ids(config: Config) -> int:
+    return cached_tokenizer(config.tokenizer).vocab_size
 
 
 def make_trainer(

@@ -139,14 +139,14 @@ def test_a_file_that_one_node_lacks_ends_all_ranks_with_one_line(folder):
     """Such as a corpus on the disk of another node. No rank waits for one that cannot start."""
 
     def lacking(rank):
-        disk = folder / ("elsewhere" if rank else "here")
-        return slurm(rank) | {"NODE_DISK": disk}
+        disk, node = folder / ("elsewhere" if rank else "here"), f"frontier0000{rank}"
+        return slurm(rank) | {"SLURM_LOCALID": 0, "SLURMD_NODENAME": node, "NODE_DISK": disk}
 
     (folder / "here").mkdir(exist_ok=True)
     for source in folder.glob("corpus.*"):
         shutil.copy(source, folder / "here")
     corpus = "data.train=[{path: '${oc.env:NODE_DISK}/corpus'}]"
-    ended = launch(folder, "lacking", lacking, corpus)
+    ended = launch(folder, "lacking", lacking, corpus, "machine.device.ranks_per_host=1")
     assert [code for code, _, _ in ended] == [2] * RANKS, ended
     where = "rank 1 on frontier00001: "
     assert ended[0][2].startswith(f"megafrontier: {where}{folder}/elsewhere/corpus.idx: cannot")

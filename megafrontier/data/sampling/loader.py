@@ -10,7 +10,7 @@ import torch
 
 from megafrontier.config import Config
 from megafrontier.data.sampling.batches import BatchSizes, SiteShare
-from megafrontier.data.sampling.samples import Batch, Samples, open_samples
+from megafrontier.data.sampling.samples import Batch, OpenCorpora, Samples, open_samples
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 
 CorpusPart = Literal["train", "valid"]
@@ -131,18 +131,23 @@ def open_loader(
     data_rank: int,
     data_size: int,
     device: torch.device | str = "cpu",
+    opened: OpenCorpora | None = None,
+    ids: int | None = None,
 ) -> Loader | None:
     """One rank's micro-batches of a part; None if nothing is held out for validation.
 
     data_rank, data_size: which of how many equal parts of a batch (`Mesh.data_rank`).
+    opened: as for `open_samples`.
+    ids: the number of the tokenizer's; None: it is loaded.
 
     Raises UserError for a corpus that cannot be read, and if the batch does not divide.
     """
     # A special token that was added to the tokenizer alone has no row in the model.
-    ids = min(cached_tokenizer(config.tokenizer).vocab_size, config.model.vocab_size)
+    ids = cached_tokenizer(config.tokenizer).vocab_size if ids is None else ids
+    ids = min(ids, config.model.vocab_size)
     length, seed = config.model.sequence_length, config.run.seed
     sizes = BatchSizes.of(config.train)
-    samples = open_samples(config.data, length, seed, ids, part, sizes.before)
+    samples = open_samples(config.data, length, seed, ids, part, sizes.before, opened)
     if samples is None:
         return None
     skip, share = config.data.skip, None
@@ -156,14 +161,20 @@ def open_loader(
 
 
 def open_named_loaders(
-    config: Config, data_rank: int, data_size: int, device: torch.device | str = "cpu"
+    config: Config,
+    data_rank: int,
+    data_size: int,
+    device: torch.device | str = "cpu",
+    opened: OpenCorpora | None = None,
+    ids: int | None = None,
 ) -> dict[str, Loader]:
-    """A loader for each name in `data.valid`, of its corpora. Raises as `open_loader` does."""
+    """A loader for each name in `data.valid`, of its corpora. Arguments and errors as of
+    `open_loader`."""
     found = {}
     for name in dict.fromkeys(corpus.name for corpus in config.data.valid if corpus.name):
         corpora = [corpus for corpus in config.data.valid if corpus.name == name]
         only = replace(config, data=replace(config.data, valid=corpora))
-        loader = open_loader(only, "valid", data_rank, data_size, device)
+        loader = open_loader(only, "valid", data_rank, data_size, device, opened, ids)
         assert loader is not None
         found[name] = loader
     return found

@@ -18,12 +18,15 @@ import torch
 from numpy.typing import NDArray
 
 from megafrontier.common.errors import UserError
-from megafrontier.config import CorpusConfig, DataConfig, refuse_no_corpus
+from megafrontier.config import DataConfig, refuse_no_corpus
 from megafrontier.data.corpus.indexed import IndexedDataset, bin_path
 from megafrontier.data.sampling.order import Blend, Curriculum, make_blend, make_key, permute
 from megafrontier.data.sampling.packing import PackedRange, Piece
 from megafrontier.model.loss import IGNORE_INDEX
 
+OpenCorpora = dict[str, IndexedDataset]
+"""By path. Opening a corpus takes three metadata operations of the file system, which thousands of
+ranks do at the same time."""
 FINGERPRINT_WINDOWS = 8
 """Windows of a corpus that its fingerprint covers. Each may cost one read from disk."""
 
@@ -212,10 +215,12 @@ def open_samples(
     vocab_size: int,
     subset: Literal["train", "valid"],
     samples_before: Callable[[int], int],
+    opened: OpenCorpora | None = None,
 ) -> Samples | None:
     """Open the samples of `data` for training (shuffled by `seed`) or validation (in file order).
 
-    `samples_before`: the samples of all data steps before one, for weights that change.
+    `samples_before`: the samples of all data steps before one, for weights that change. `opened`:
+    corpora that are open already. It gets those that this opens.
 
     With `data.valid`, every corpus is used whole; without, `data.split` divides each training
     corpus. Returns None if there are no validation samples. Raises UserError for a corpus that
@@ -228,8 +233,14 @@ def open_samples(
         return None
     split = [Fraction(1), Fraction(0)] if data.valid else [Fraction(str(x)) for x in data.split]
     open_one = _open_windows if data.packing == "none" else _open_packed
-    opened = [open_one(c, sequence_length, split, subset, bool(data.valid)) for c in corpora]
-    used = [(r, c.weights) for r, c in zip(opened, corpora, strict=True) if r.windows]
+    opened = {} if opened is None else opened
+    for each in corpora:
+        if each.path not in opened:
+            opened[each.path] = IndexedDataset(each.path)
+    found = [
+        open_one(opened[c.path], sequence_length, split, subset, bool(data.valid)) for c in corpora
+    ]
+    used = [(r, c.weights) for r, c in zip(found, corpora, strict=True) if r.windows]
     if not used:
         return None
     ranges, curricula = zip(*used, strict=True)
@@ -242,13 +253,12 @@ def open_samples(
 
 
 def _open_windows(
-    config: CorpusConfig, length: int, split: Sequence[Fraction], subset: str, whole: bool
+    corpus: IndexedDataset, length: int, split: Sequence[Fraction], subset: str, whole: bool
 ) -> WindowRange:
-    corpus = IndexedDataset(config.path)
     windows = (len(corpus.tokens) - 1) // length
     if windows < 1:
         raise UserError(
-            f"{bin_path(config.path)}: {len(corpus.tokens)} tokens, need at least {length + 1} "
+            f"{bin_path(corpus.prefix)}: {len(corpus.tokens)} tokens, need at least {length + 1} "
             "for one sequence (model.sequence_length + 1)"
         )
     training = windows if whole else int(windows * split[0] / sum(split))
@@ -256,17 +266,17 @@ def _open_windows(
         return WindowRange(corpus, training, windows - training, length)
     if training < 1:
         raise UserError(
-            f"{bin_path(config.path)}: {windows} sequences, data.split {[float(x) for x in split]} "
-            "leaves none to train on; need a longer corpus, data.valid, or data.split=[1,0]"
+            f"{bin_path(corpus.prefix)}: {windows} sequences, data.split "
+            f"{[float(x) for x in split]} leaves none to train on; need a longer corpus, "
+            "data.valid, or data.split=[1,0]"
         )
     return WindowRange(corpus, 0, training, length)
 
 
 def _open_packed(
-    config: CorpusConfig, length: int, split: Sequence[Fraction], subset: str, whole: bool
+    corpus: IndexedDataset, length: int, split: Sequence[Fraction], subset: str, whole: bool
 ) -> PackedRange:
     """The documents that start in the part of the tokens that the split gives to `subset`."""
-    corpus = IndexedDataset(config.path)
     training = len(corpus)
     if not whole:
         cut = int(len(corpus.tokens) * split[0] / sum(split))
@@ -276,7 +286,7 @@ def _open_packed(
     found = PackedRange(corpus, 0, training, length)
     if found.windows < 1:
         raise UserError(
-            f"{bin_path(config.path)}: no document of two tokens to train on, need one, or another "
-            "data.split"
+            f"{bin_path(corpus.prefix)}: no document of two tokens to train on, need one, or "
+            "another data.split"
         )
     return found
