@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megafrontier.cli import main
+from megafrontier.common.arguments import commands_with_overrides, parse
 from tests import runs
 
 COMMANDS = (
@@ -168,6 +169,13 @@ def test_overrides_may_stand_anywhere(line, tmp_path, monkeypatch):
     assert main(line.format(config=path).split()) == 0
     ((config, nproc, restarts),) = seen
     assert (config.run.name, config.train.steps, nproc, restarts) == ("a", 7, 3, 0)
+
+
+@pytest.mark.parametrize("command", commands_with_overrides())
+def test_overrides_of_every_command_may_follow_its_options(command):
+    count = "--nodes" if command == "plan" else "--nproc"
+    arguments = parse([command, "config.yaml", count, "2", "run.name=a"])
+    assert arguments.overrides == ["run.name=a"]
 
 
 def test_a_word_without_equals_sign_is_refused_among_overrides(tmp_path, capsys):

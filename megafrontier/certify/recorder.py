@@ -49,10 +49,13 @@ class Recorder(Callback):
     token, and of every master after the step, by global names.
 
     In step `BAD` it makes an element of each unit's gradient NaN, after it has recorded them. The
-    step must then change nothing; `changed` in the file names what it has changed.
+    step must then change nothing; `changed` in the file names what it has changed. Memory that is
+    read before it is written holds NaN.
     """
 
     def __init__(self) -> None:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
         self._gradients: list[Part] = []
         self._before: dict[str, torch.Tensor] = {}
         self._dropout = _DropoutStates()

@@ -182,27 +182,31 @@ def _last_line(log: Path) -> str:
 
 def write_corpora(config: Config) -> None:
     """Write the corpora that a miniature names."""
+    packs = config.data.packing != "none"
     for number, corpus in enumerate([*config.data.train, *config.data.valid]):
-        _write(corpus, config.model.vocab_size, number)
+        _write(corpus, random_corpus(config.model.vocab_size, number, packs))
 
 
-def _write(corpus: CorpusConfig, vocabulary: int, seed: int) -> None:
-    tokens, sizes, mask = random_corpus(vocabulary, seed)
+def _write(corpus: CorpusConfig, found: tuple[NDArray, NDArray, NDArray]) -> None:
+    tokens, sizes, mask = found
     ends, bad = np.ones(len(sizes), bool), np.zeros(len(sizes), bool)
     with CorpusWriter(corpus.path, np.dtype(np.uint16), has_mask=True) as writer:
         DocumentWriter(writer).write_chunks(tokens, sizes, ends, bad, mask)
         writer.publish()
 
 
-def random_corpus(vocabulary: int, seed: int) -> tuple[NDArray, NDArray, NDArray]:
+def random_corpus(
+    vocabulary: int, seed: int, packs: bool = False
+) -> tuple[NDArray, NDArray, NDArray]:
     """Tokens, the sizes of documents, and which tokens are targets. A third of the documents is
-    shorter than a quarter of a sequence, a third longer than one."""
+    shorter than a quarter of a sequence, a third longer than one. If a sequence `packs` documents,
+    the others are longer than a half, so that many sequences end with padding."""
     random = np.random.default_rng(seed)
     sizes: list[int] = []
     while sum(sizes) < TOKENS:
         sizes += [
             int(random.integers(1, LENGTH // 4)),
-            int(random.integers(LENGTH // 4, LENGTH)),
+            int(random.integers(LENGTH // 2 + 2 if packs else LENGTH // 4, LENGTH)),
             int(random.integers(LENGTH, 3 * LENGTH)),
         ]
     total = sum(sizes)

@@ -20,8 +20,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments of one command, with the command as `run`. Exits with code 2 for bad ones."""
     # Overrides may stand anywhere. argparse refuses them before the config and after an option.
     words = list(sys.argv[1:] if argv is None else argv)
-    takes_overrides = bool(words) and words[0] in ("train", "evaluate", "plan")
-    overrides, others = split_overrides(words) if takes_overrides else ([], words)
+    splits = bool(words) and words[0] in commands_with_overrides()
+    overrides, others = split_overrides(words) if splits else ([], words)
     arguments = _parser().parse_args(others)
     if overrides:  # after other words that argparse took for overrides, which the config refuses
         arguments.overrides = [*arguments.overrides, *overrides]
@@ -52,6 +52,15 @@ def _parser() -> argparse.ArgumentParser:
 RunCommand = Callable[[argparse.Namespace], int | None]
 Argument = tuple[str, dict[str, Any]]
 _COMMANDS: list[tuple[RunCommand, str, Sequence[Argument]]] = []
+
+
+def commands_with_overrides() -> list[str]:
+    """The names of the commands that take `key=value` words."""
+    return [
+        run.__name__.removeprefix("_")
+        for run, _, arguments in _COMMANDS
+        if any(name == "overrides" for name, _ in arguments)
+    ]
 
 
 def command(help: str, *arguments: Argument) -> Callable[[RunCommand], RunCommand]:
