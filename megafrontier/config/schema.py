@@ -114,6 +114,11 @@ class TrainConfig:
     # fp16 ends at 65504. A scale that fp32 cannot hold would be infinite, and so would its halves.
     loss_scale: float = bounded(65536.0, above=0, at_most=2**32)
     """Initial loss scale of fp16. It is halved at an overflow and doubled after 1000 good steps."""
+    elastic: bool = False
+    """In a Slurm job: if nodes are lost and no spare ones are left, go on over the most on which
+    the layout can run, and over more when they are back (see frontier.md#when-something-fails).
+    The global batch stays. It need not divide over the ranks: some then have a micro-batch of
+    padding."""
     deterministic: bool = False
     """Use only kernels that give the same bits every time (slower on a GPU; a CPU's always do)."""
 

@@ -2,12 +2,16 @@
 
     python -m megafrontier.launch.relaunch DIRECTORY --spares=S                      before a start
     python -m megafrontier.launch.relaunch DIRECTORY --spares=S --code=C --left-out=NODES    after
+    … --elastic=TASKS CONFIG [key=value …]                                        with train.elastic
 
 The environment has Slurm's variables of the job, and JOB, what `scontrol --oneliner show job` says
 of it now. Prints a line each: the number of nodes that train; the others, separated by commas;
 those of them that the job still has; the first node that trains; the node that watches over the
 first node of the job (Note [Watch] in slurm/train.sbatch); seconds to wait before the start, if
 any; and after a failure what was lost. Exit code 1 and one line if the ranks cannot start.
+
+With --grows, while ranks train without the nodes LEFT-OUT: only says by its exit code whether more
+nodes could train now.
 
 Note [Relaunch]
 A job has N + S nodes (`run.spare_nodes`: S), of which N train. When ranks have failed, they start
@@ -16,11 +20,14 @@ node is left out if bad-nodes.txt lists it, if Slurm has removed it from the job
 down or failing, or if it does not start a process now: Slurm takes minutes to notice a lost node.
 Nodes that are draining, and those on which processes were lost twice in this job, are used last.
 
-The job goes back to the queue if fewer than N nodes are left, or if not more time is left than a
-start takes and the stop signal comes before the time limit. The number of starts without progress
-is limited by `train.attempts`, as that of requeues (Note [Restart history]). If the storage is
-away, they would all fail within a minute: starts wait longer and longer after others in a row that
-have finished no step.
+With `train.elastic`, if fewer than N are left, the ranks go on over the most nodes on which the
+layout can run, and over more when these are back.
+
+The job goes back to the queue if too few nodes are left, or if not more time is left than a start
+takes and the stop signal comes before the time limit. The number of starts without progress is
+limited by `train.attempts`, as that of requeues (Note [Restart history]). If the storage is away,
+they would all fail within a minute: starts wait longer and longer after others in a row that have
+finished no step.
 """
 
 import argparse
@@ -37,7 +44,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from megafrontier.common.errors import BAD_NODE, UserError, exit_on_fatal_error
+from megafrontier.common.errors import BAD_NODE, STOPPED, UserError, exit_on_fatal_error
 from megafrontier.launch.health import excluded_nodes
 from megafrontier.parallel.env import Launch
 from megafrontier.training.resume.restarts import (
@@ -274,7 +281,9 @@ def place(arguments: argparse.Namespace) -> tuple[list[str], str]:
             f"run.spare_nodes: {arguments.spares}, need fewer than the job's {len(nodes.all)} nodes"
         )
     unfit = nodes.unfit(count, code is not None)
-    if code is not None:
+    if code == STOPPED:
+        reason = "more nodes can train"
+    elif code is not None:
         reason, is_listed = explain_failure(directory, code, nodes, arguments.left_out, unfit)
         if code == BAD_NODE and not is_listed:
             return [], f"{reason}; none of its nodes is in bad-nodes.txt"
@@ -286,16 +295,41 @@ def place(arguments: argparse.Namespace) -> tuple[list[str], str]:
     is_draining = {node for node, state in nodes.states.items() if state.startswith("drain")}
     last = is_draining | {node for node, number in losses.items() if number >= LOSSES}
     chosen = choose(nodes.all, unfit, last, count)
+    left = f"{len(nodes.all) - len(unfit)} of {count} nodes are left"
+    if not chosen and arguments.elastic:
+        count = _fewer_nodes(arguments, len(nodes.all) - len(unfit))
+        chosen = choose(nodes.all, unfit, last, count) if count else []
+        reason += f"{'; ' if reason else ''}{left}, {count} go on (train.elastic)"
     if not chosen:
         why = ", ".join(f"{node} {why}" for node, why in list(unfit.items())[:8])
-        left = f"{len(nodes.all) - len(unfit)} of {count} nodes are left"
         return [], f"{reason}; {left}" if reason else f"{left}: {why}"
     left_out = [node for node in nodes.all if node not in chosen]
     excluded = [node for node in left_out if node in nodes.present]
     here = os.environ.get("SLURMD_NODENAME")
     watching = next((n for n in (*left_out, *reversed(chosen)) if n not in unfit and n != here), "")
     lists = (",".join(left_out), ",".join(excluded))
-    return [str(count), *lists, chosen[0], watching, str(pause or ""), reason], ""
+    return [str(len(chosen)), *lists, chosen[0], watching, str(pause or ""), reason], ""
+
+
+def can_grow(arguments: argparse.Namespace) -> bool:
+    """Whether more nodes could train than do now."""
+    nodes = JobNodes.ask(fields_of(os.environ["JOB"]), arguments.directory)
+    left_out = [node for node in arguments.left_out.split(",") if node in nodes.present]
+    unfit = find_unfit(left_out, nodes.present, nodes.states, nodes.bad)
+    asked = [node for node in left_out if node not in unfit]
+    if not asked:
+        return False
+    others = [node for node in nodes.present if node not in asked]
+    training = len(nodes.all) - len(arguments.left_out.split(","))
+    answering = len(ask_nodes(asked, others, len(asked)))
+    most = min(training + answering, len(nodes.all) - arguments.spares)
+    return _fewer_nodes(arguments, most) > training
+
+
+def _fewer_nodes(arguments: argparse.Namespace, most: int) -> int:
+    from megafrontier.launch.elastic import most_nodes  # torch takes seconds to import
+
+    return most_nodes(arguments.config, arguments.overrides, arguments.elastic, most)
 
 
 def main() -> int:
@@ -305,8 +339,15 @@ def main() -> int:
     parser.add_argument("--spares", type=int, required=True)
     parser.add_argument("--code", type=int)
     parser.add_argument("--left-out", default="")
+    parser.add_argument("--elastic", type=int, metavar="TASKS")
+    parser.add_argument("--grows", action="store_true")
+    parser.add_argument("config", nargs="?")
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_intermixed_args()
     with exit_on_fatal_error("megafrontier"):
-        lines, why = place(parser.parse_args())
+        if arguments.grows:
+            return 0 if can_grow(arguments) else 1
+        lines, why = place(arguments)
     print("\n".join(lines) if lines else why)
     return 0 if lines else 1
 

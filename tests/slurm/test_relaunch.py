@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.slurm.jobs import STEPS
+from tests.slurm.jobs import STEPS, unbroken
 from tests.slurm.test_life import assert_finished
 
 
@@ -33,6 +33,29 @@ def test_a_job_goes_on_without_a_killed_process_and_without_a_lost_node(training
     killed, cut = [line for line in job.output.splitlines() if line.startswith("restart: ")]
     assert killed.startswith(f"restart: rank 1 on {lost}: lost, no answer; back from step ")
     assert cut.startswith(f"restart: node {lost} was lost: ")
+
+
+def test_an_elastic_job_trains_on_the_nodes_that_are_left_and_on_more_when_they_are_back(training):
+    gate = training.gate()
+    job = training.submit("train.elastic=true", MEGAFRONTIER_GROW_SECONDS="1", **gate.environment)
+    gate.let_pass(2)
+    training.wait_for_step(job, 2)
+    bad = training.directory / "bad-nodes.txt"
+    bad.write_text(job.nodes[1])
+    job.kill_rank(1)
+    gate.let_pass(4)
+    job.wait_until(lambda: "1 of 2 nodes are left, 1 go on (train.elastic)" in job.output, "a node")
+    training.wait_for_step(job, 4)
+    bad.unlink()
+    gate.pass_until(
+        job, lambda: "in this job: more nodes can train" in job.output, "both nodes", pace=3.0
+    )
+    gate.let_pass(STEPS)
+    assert job.ended() == "COMPLETED", job.output
+    assert job.restarts == 0, job.output
+    assert training.losses == pytest.approx(unbroken(training.config, 2), rel=1e-5)
+    starts = [json.loads(line) for line in (training.directory / "attempts.jsonl").open()]
+    assert [start["ranks"] for start in starts if "ranks" in start] == [2, 1, 2]
 
 
 @pytest.mark.exhaustive

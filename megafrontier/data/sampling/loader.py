@@ -36,11 +36,12 @@ def data_step(steps: int, skip: Sequence[Sequence[int]], first: int = 0) -> int:
 class Loader:
     """Reads the micro-batches of data-parallel rank `dp_rank` of `dp_size`.
 
-    Rank d reads the d-th of `dp_size` equal ranges of the samples of a step, and splits it into
-    micro-batches in order. The samples of a step and their order therefore do not depend on the
-    number of ranks or on the micro-batch size. The loader's only state is its `position`, which is
-    a function of the step while `sizes` and `skip` do not change.
-    Raises UserError if the batch sizes do not divide.
+    A step is divided into micro-batches, in order, and rank d reads the d-th of `dp_size` ranges of
+    them. The samples of a step and their order therefore do not depend on the number of ranks or on
+    the micro-batch size. If the micro-batches do not divide, the ranks with one fewer get one of
+    padding. The loader's only state is its `position`, which is a function of the step while
+    `sizes` and `skip` do not change.
+    Raises UserError if the batch sizes do not divide, unless the run `is_elastic`.
     """
 
     def __init__(
@@ -53,10 +54,11 @@ class Loader:
         skip: Sequence[Sequence[int]] = (),
         device: torch.device | str = "cpu",
         share: SiteShare | None = None,
+        is_elastic: bool = False,
     ) -> None:
         """sizes: of this run's batches. share: of one of several sites; default: all samples."""
         self.samples = samples
-        sizes.check(micro_batch, dp_size)
+        sizes.check(micro_batch, dp_size, is_elastic)
         self._own_sizes, self._micro_batch = sizes, micro_batch
         self._sizes = sizes if share is None else BatchSizes(share.of_all)
         self._first = 0 if share is None else share.first
@@ -64,7 +66,7 @@ class Loader:
         self._skip = [list(pair) for pair in skip]
         self._origin = 0, 0, 0
         self._device = torch.device(device)
-        self.micro_batches = sizes.full // (micro_batch * dp_size)
+        self.micro_batches = -(-sizes.full // (micro_batch * dp_size))
         """Micro-batches per rank and step, after the warm-up of the batch."""
         self._thread: ThreadPoolExecutor | None = None
         self._prefetched: dict[int, Future[list[Batch]]] = {}
@@ -119,9 +121,12 @@ class Loader:
 
     def _read(self, step: int) -> list[Batch]:
         first, stop = self.sample_range(step)
-        own, size = (stop - first) // self._dp_size, self._micro_batch
-        first += self._dp_rank * own
-        batches = [self.samples.batch(i, size) for i in range(first, first + own, size)]
+        size, rank, ranks = self._micro_batch, self._dp_rank, self._dp_size
+        number = (stop - first) // size
+        own = range(number * rank // ranks, number * (rank + 1) // ranks)
+        batches = [self.samples.batch(first + i * size, size) for i in own]
+        missing = -(-number // ranks) - len(own)
+        batches += [self.samples.padding(stop, size) for _ in range(missing)]
         return [b.pin_memory() for b in batches] if self._device.type == "cuda" else batches
 
 
@@ -157,7 +162,8 @@ def open_loader(
         batches, number = config.sites.batches(sizes.full), config.sites.number
         share = SiteShare(sum(batches[:number]), sum(batches))
     micro_batch = config.train.micro_batch
-    return Loader(samples, sizes, micro_batch, data_rank, data_size, skip, device, share)
+    elastic = config.train.elastic
+    return Loader(samples, sizes, micro_batch, data_rank, data_size, skip, device, share, elastic)
 
 
 def open_named_loaders(

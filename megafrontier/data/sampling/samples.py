@@ -137,6 +137,13 @@ class Samples:
         padding = numbers == self.sequence_length if is_packed else None
         return Batch(tokens, targets, documents, first, padding)
 
+    def padding(self, first: int, count: int) -> Batch:
+        """A batch [count, s] of padding alone, without targets. `first`: its `first_sample`."""
+        tokens = torch.zeros(count, self.sequence_length, dtype=torch.int64)
+        documents = document_starts(tokens) if self.document_mask else None
+        targets, padding = torch.full_like(tokens, IGNORE_INDEX), torch.ones_like(tokens).bool()
+        return Batch(tokens, targets, documents, first, padding)
+
     def _windows_of(self, corpus: int, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
         used = self.ranges[corpus]
         epoch, index = np.divmod(numbers, np.uint64(used.windows))

@@ -48,6 +48,26 @@ def test_a_step_has_the_same_samples_at_any_number_of_ranks(
             loader.close()
 
 
+@pytest.mark.parametrize(("ranks", "least"), [(3, 2), (5, 1), (11, 0)])
+def test_micro_batches_that_do_not_divide_are_filled_up_with_padding(
+    samples: Samples, ranks: int, least: int
+) -> None:
+    loaders = [
+        Loader(samples, BatchSizes(GLOBAL_BATCH), 2, d, ranks, is_elastic=True)
+        for d in range(ranks)
+    ]
+    batches = [loader.step(1) for loader in loaders]
+    assert {len(own) for own in batches} == {loaders[0].micro_batches} == {-(-8 // ranks)}
+    real = [[b for b in own if b.padding is None] for own in batches]
+    assert {len(own) for own in real} == {least, least + 1}
+    joined = torch.cat([batch.tokens for own in real for batch in own])
+    assert torch.equal(joined, samples.batch(GLOBAL_BATCH, GLOBAL_BATCH).tokens)
+    padding = [b for own in batches for b in own if b.padding is not None]
+    assert all(b.padding.all() and (b.targets < 0).all() for b in padding)
+    for loader in loaders:
+        loader.close()
+
+
 def test_a_rank_gets_its_micro_batches_in_order(samples: Samples) -> None:
     loader = Loader(samples, BatchSizes(GLOBAL_BATCH), 2, dp_rank=1, dp_size=2)
     batches = loader.step(3)
