@@ -13,6 +13,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -146,7 +147,8 @@ class PendingSave:
         with self._undone_if_it_fails():
             self._run_on_rank_0(lambda: _start(root, self._unfinished, attach))
             id_ = world.broadcast_from_rank_0(lambda: secrets.token_hex(8))
-        self._manifest = replace(manifest, id=id_)
+        # The caller may change what it has given before the manifest is written.
+        self._manifest = replace(manifest, id=id_, extra=deepcopy(manifest.extra))
 
     @property
     def step(self) -> int:

@@ -14,6 +14,7 @@ from megafrontier.checkpoint.commands import verify
 from megafrontier.checkpoint.folder import list_checkpoints
 from megafrontier.checkpoint.format import FILE_NAME, CheckpointWriteError, Manifest
 from megafrontier.checkpoint.host_copy import HostCopy
+from megafrontier.checkpoint.load import read_manifest
 from megafrontier.checkpoint.save import OwnShard, PendingSave
 from megafrontier.checkpoint.shard_file import slice_of, slices_of
 from megafrontier.parallel.world import World
@@ -41,8 +42,10 @@ def save_behind(root, step=100, num_shards=4):
     def body(world):
         shards = make_shards(layouts, make_tensors(step), world.rank, num_shards)
         own = [OwnShard.of(layouts, shards, world.rank, num_shards)]
-        pending = PendingSave(root, make_manifest(step), own, world)
+        manifest = make_manifest(step, extra={"callbacks": {"counts": [step]}})
+        pending = PendingSave(root, manifest, own, world)
         pending.write_behind()
+        manifest.extra["callbacks"]["counts"].append(7)
         for tensors in shards.values():
             for tensor in tensors:
                 tensor.fill_(7.0)
@@ -54,9 +57,11 @@ def save_behind(root, step=100, num_shards=4):
 
 def test_the_files_are_those_of_a_save_that_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(secrets, "token_hex", lambda n: "0123456789abcdef")
-    path = save_all(tmp_path / "waited", 100, 4)
+    path = save_all(tmp_path / "waited", 100, 4, extra={"callbacks": {"counts": [100]}})
     assert save_behind(tmp_path / "behind") == [tmp_path / "behind" / path.name] * 4
     found, need = contents(tmp_path / "behind"), contents(tmp_path / "waited")
+    extras = [read_manifest(tmp_path / kind / path.name).extra for kind in ("behind", "waited")]
+    assert extras[0] == extras[1]
     manifest = f"{path.name}/{FILE_NAME}"  # has the time in it
     assert found.pop(manifest)
     assert need.pop(manifest)
