@@ -7,7 +7,7 @@ import torch
 
 from megafrontier.checkpoint.commands import verify
 from megafrontier.checkpoint.format import FILE_NAME, CheckpointCorrupt, Manifest
-from megafrontier.checkpoint.load import load_checkpoint, open_newest
+from megafrontier.checkpoint.load import load_checkpoint, open_checkpoint, open_newest
 from megafrontier.checkpoint.sets import shard_path
 from megafrontier.common.errors import StorageFailed, UserError
 from megafrontier.parallel.world import World
@@ -23,7 +23,7 @@ from tests.checkpoint.helpers import (
 )
 
 
-def resume(root, ranks=4):
+def resume(root, ranks=4, open_newer=lambda load, step: None):
     """The step that all ranks have loaded, and the warnings. Raises what all ranks raise."""
     warnings = []
     layouts = make_layouts(BY_BLOCK, ranks)
@@ -35,6 +35,7 @@ def resume(root, ranks=4):
             lambda found: found.fill(layouts, shards, world.rank, ranks),
             world,
             warnings.append,
+            open_newer,
         )
         if checkpoint is None:
             return None
@@ -60,6 +61,28 @@ def test_without_checkpoints_training_begins_new(tmp_path):
     (tmp_path / ".step-00000100.partial").mkdir()
     assert resume(tmp_path) == (None, [])
     assert resume(tmp_path / "nowhere") == (None, [])
+
+
+def test_a_newer_snapshot_comes_before_a_checkpoint_and_after_a_damaged_newer_one(tmp_path):
+    for step in (100, 200, 300):
+        save_all(tmp_path / "all", step)
+    elsewhere = tmp_path / "elsewhere"
+    (tmp_path / "all" / "step-00000200").rename(elsewhere)
+    asked = []
+
+    def open_newer(load, step):
+        asked.append(step)
+        if step >= 200:
+            return None
+        load(found := open_checkpoint(elsewhere))
+        return found
+
+    assert resume(tmp_path / "all", 1, open_newer) == (300, [])
+    _flip_payload(tmp_path / "all" / "step-00000300")
+    step, warnings = resume(tmp_path / "all", 1, open_newer)
+    assert (step, len(warnings)) == (200, 1)
+    assert resume(tmp_path / "nowhere", 1, open_newer) == (200, [])
+    assert asked == [300, 300, 100, 0]
 
 
 def _flip_payload(path):

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socket import AF_INET, AF_INET6
+from socketserver import ThreadingTCPServer
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +69,7 @@ class PeerServer:
     def __init__(self, receiver: ShardReceiver, address: str) -> None:
         """Listen on an address of this host. Every request is refused until there is a `token`.
         Raises OSError."""
-        self._server = _Server((address, 0), partial(_Handler, receiver))
+        self._server = _Server(address, partial(_Handler, receiver))
         self.port: int = self._server.server_address[1]
         serve = partial(self._server.serve_forever, poll_interval=0.1)
         self._thread = threading.Thread(target=serve, name="snapshot-server", daemon=True)
@@ -83,10 +85,15 @@ class PeerServer:
         self._server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
+class _Server(ThreadingTCPServer):  # http.server's own looks names up, which may take seconds
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 64
     token = ""
+
+    def __init__(self, address: str, handler: Any) -> None:
+        self.address_family = AF_INET6 if ":" in address else AF_INET
+        super().__init__((address, 0), handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection that broke is the other side's to report."""

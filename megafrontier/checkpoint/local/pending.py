@@ -28,13 +28,22 @@ Send = Callable[[str, int, bytes, Path], str | None]
 
 @dataclass
 class _Part:
-    """A shard of this rank, and the memory of its file from the first slice on."""
+    """A shard of this rank, its slices, and the bytes before the first one of its file."""
 
     own: OwnShard
     slots: Slots
     slices: list[Slice]
-    memory: torch.Tensor
     begin: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.begin + sum(one.nbytes for one in self.slices)
+
+    def payload(self, memory: torch.Tensor) -> list[tuple[Slice, torch.Tensor]]:
+        """The slices and their bytes [nbytes] in the memory of the file [size]."""
+        sizes = [one.nbytes for one in self.slices]
+        return list(zip(self.slices, memory[self.begin :].split(sizes), strict=True))
 
 
 class PendingSnapshot:
@@ -51,8 +60,8 @@ class PendingSnapshot:
         early: Collection[str],
         send: Send | None = None,
     ) -> None:
-        """Copy this rank's shards to the files of `slots` (by the name of the set). The states
-        `early` may change afterwards, the others after `wait_copied`. A thread does the rest.
+        """Begin to copy this rank's shards to the files of `slots` (by the name of the set), in a
+        thread. The states `early` may change at once, the others after `wait_copied`.
 
         manifest: with step, id and what else an entry says. kept: the id of the snapshot that is
         not to be overwritten.
@@ -63,18 +72,18 @@ class PendingSnapshot:
         self.copy_problem: str | None = None
         """Why there is no copy on another node."""
         self._manifest, self._layout, self._send = manifest, layout, send
-        self._early, self._copied = early, threading.Event()
-        self._thread = threading.Thread(target=self._write, name="snapshot", daemon=True)
+        self._kept, self._copied = kept, threading.Event()
         writers = [part for part in own if part.is_writer]
-        try:
-            self._parts = [self._prepare(p, slots[p.shard_set.name], kept) for p in writers]
-            self._staging = self._open_staging(writers)
-            self._copy(lambda state: state in early)
-        except (OSError, MemoryError) as error:
-            self.problem = _describe(error)
-            self._copied.set()
-        else:
-            self._thread.start()
+        self._parts = [self._prepare(part, slots[part.shard_set.name]) for part in writers]
+        self._staging = self._open_staging(writers)
+        self._early = {
+            one: slice_of(part.own.shards, one).detach().clone()
+            for part in self._parts
+            for one in part.slices
+            if one.state in early
+        }
+        self._thread = threading.Thread(target=self._write, name="snapshot", daemon=True)
+        self._thread.start()
 
     @property
     def is_done(self) -> bool:
@@ -87,68 +96,63 @@ class PendingSnapshot:
 
     def wait(self, seconds: float) -> None:
         """Wait for the thread, for `seconds` at most."""
-        if self._thread.ident is not None:
-            self._thread.join(seconds)
+        self._thread.join(seconds)
+
+    def _prepare(self, part: OwnShard, slots: Slots) -> _Part:
+        part.check()
+        slices = slices_of(part.shard_set, part.index, self._manifest.slice_elements)
+        begin = len(self._header(part, slices, [BLANK] * len(slices)))
+        return _Part(part, slots, slices, begin)
 
     def _open_staging(self, own: Sequence[OwnShard]) -> Staging:
         """Ready to copy in another thread what the devices have computed by now."""
-        staging = Staging(sum(len(part.memory) for part in self._parts))
+        staging = Staging(sum(part.size for part in self._parts))
         held = (shards for part in own for shards in part.shards.values())
         for device in {shard.device for shards in held for shard in shards if shard is not None}:
             staging.open(device)
         return staging
 
-    def _prepare(self, part: OwnShard, slots: Slots, kept: str) -> _Part:
-        part.check()
-        slices = slices_of(part.shard_set, part.index, self._manifest.slice_elements)
-        begin = len(self._header(part, slices, [BLANK] * len(slices)))
-        memory = slots.begin(begin + sum(one.nbytes for one in slices), kept)
-        return _Part(part, slots, slices, memory, begin)
-
     def _header(self, part: OwnShard, slices: Sequence[Slice], checksums: Sequence[str]) -> bytes:
         label = shard_label(part.shard_set, part.index)
         return encode_header(self._manifest, label, slices, checksums)
 
-    def _copy(self, is_chosen: Callable[[str], bool]) -> None:
-        for part in self._parts:
-            for one, data in _payload(part):
-                if is_chosen(one.state):
-                    source = slice_of(part.own.shards, one).detach()
-                    self._staging.copy(source, data.view(one.dtype))
-        self._staging.finish()
-
     def _write(self) -> None:
         try:
             try:
-                self._copy(lambda state: state not in self._early)
+                files = [self._copy(part) for part in self._parts]
             finally:
                 self._copied.set()
-            for part in self._parts:
-                self._finish(part)
+            for part, memory in zip(self._parts, files, strict=True):
+                self._finish(part, memory)
         except Exception as error:  # another rank must not wait for this one
             self.problem = _describe(error)
 
-    def _finish(self, part: _Part) -> None:
+    def _copy(self, part: _Part) -> torch.Tensor:
+        """The memory of a shard's file, with its slices. Raises OSError without room."""
+        memory = part.slots.begin(part.size, self._kept, (self.step, self.id))
+        for one, data in part.payload(memory):
+            source = self._early.pop(one, None)
+            if source is None:
+                source = slice_of(part.own.shards, one).detach()
+            self._staging.copy(source, data.view(one.dtype))
+        self._staging.finish()
+        return memory
+
+    def _finish(self, part: _Part, memory: torch.Tensor) -> None:
         """Check a shard, add its header, and publish and send it."""
         shard_set, index = part.own.shard_set, part.own.index
         checksums: list[str] = []
-        for one, data in _payload(part):
+        for one, data in part.payload(memory):
             fault_point("snapshot", step=self.step, at_slice=len(checksums))
             _refuse_nonfinite(one, data)
             checksums.append(crc32_hex(data.numpy().data))
         header = self._header(part.own, part.slices, checksums)
-        part.memory[: part.begin] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        memory[: part.begin] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         where = (self._layout, shard_set.name, index)
-        entry = encode_entry(self._manifest, *where, len(part.memory))
+        entry = encode_entry(self._manifest, *where, part.size)
         path = part.slots.publish((self.step, self.id), entry)
         if self._send is not None:
             self.copy_problem = self._send(shard_set.name, index, entry, path) or self.copy_problem
-
-
-def _payload(part: _Part) -> list[tuple[Slice, torch.Tensor]]:
-    """The slices of a file and their bytes [nbytes]."""
-    sizes = [one.nbytes for one in part.slices]
-    return list(zip(part.slices, part.memory[part.begin :].split(sizes), strict=True))
 
 
 def _refuse_nonfinite(one: Slice, data: torch.Tensor) -> None:

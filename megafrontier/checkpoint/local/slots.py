@@ -70,11 +70,12 @@ class Slots:
         self._paths = [folder / f"{stem}.{slot}{SHARD}" for slot in range(2)]
         self._files = [MappedFile(path) for path in self._paths]
         self._held = [_generation(path) for path in self._paths]
-        self._chosen = 0
+        self._chosen, self._written = 0, NO_GENERATION
 
-    def begin(self, size: int, kept: str) -> torch.Tensor:
+    def begin(self, size: int, kept: str, generation: Generation) -> torch.Tensor:
         """Memory [size] for a new snapshot, in the file that does not hold the snapshot with the id
         `kept`. Raises OSError if there is no room."""
+        self._written = generation
         free = [slot for slot in range(2) if not kept or self._held[slot][1] != kept]
         self._chosen = min(free, key=lambda slot: self._held[slot])
         self._held[self._chosen] = NO_GENERATION
@@ -83,10 +84,10 @@ class Slots:
 
     def publish(self, generation: Generation, entry: bytes) -> Path:
         """Say that the memory of `begin` holds a snapshot whole. Returns the file's path. Raises
-        OSError."""
+        OSError, also if another snapshot has begun since."""
         path = self._paths[self._chosen]
-        if not self._files[self._chosen].is_there:
-            raise OSError(ENOENT, "deleted while it was written", str(path))
+        if generation != self._written or not self._files[self._chosen].is_there:
+            raise OSError(ENOENT, "replaced or deleted while it was written", str(path))
         write_whole(path.with_suffix(ENTRY), entry)
         self._held[self._chosen] = generation
         return path

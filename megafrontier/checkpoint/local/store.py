@@ -15,6 +15,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,9 @@ class SnapshotStore:
         """Begin a snapshot, which a thread copies, checks and sends; all ranks call it while none
         is pending. The fields are those of a manifest. `early`: as of `PendingSnapshot`."""
         assert self.folder is not None
-        manifest = Manifest(step, tokens, extra=extra, id=_id_of(self._start, step))
+        # Later steps may change what callbacks have given.
+        fixed = deepcopy(extra)
+        manifest = Manifest(step, tokens, extra=fixed, id=_id_of(self._start, step))
         slots = {}
         for part in (part for part in shards if part.is_writer):
             writer = (part.shard_set.name, part.index)
@@ -205,7 +208,8 @@ class SnapshotStore:
         if not 0 < incoming.size <= file_size(blank, shard_set, incoming.number) + _GROWTH:
             raise ValueError(f"{incoming.size} bytes, another size than the shard has")
         writer = (incoming.set_name, incoming.number)
-        return self._slots_of(self._received, writer).begin(incoming.size, incoming.kept)
+        slots = self._slots_of(self._received, writer)
+        return slots.begin(incoming.size, incoming.kept, incoming.generation)
 
     def _receive_entry(self, incoming: IncomingShard, text: bytes) -> None:
         entry, _ = decode_entry(text, Path(f"{incoming.set_name} {incoming.number}"))

@@ -104,11 +104,11 @@ class Snapshots(Callback):
                 )
             return
         shards = own_shards(engine, trainer.unit_states, saved_buffers(trainer))
-        # Backward changes the errors. A thread may not use the device while a graph is recorded.
-        every = [state for part in shards for state in part.shards]
-        early = every if trainer.config.train.cuda_graphs else ["error"]
         about = trainer.step, trainer.tokens, progress(trainer)
+        early = ["error"]  # which backward changes
         self._pending = self._store.start(*about, shards, early)
+        if trainer.config.train.cuda_graphs:  # no other thread may use the device while one is made
+            self._pending.wait_copied()
 
     def at_end(self, trainer: Trainer) -> None:
         if self._pending is not None:

@@ -107,7 +107,9 @@ class Rank:
         shards = make_shards(self.layouts, make_tensors(step), self.world.rank, self.size)
         change(self.world.rank, shards)
         early = ["exp_avg"]
-        pending = self.store.start(step, 1000 * step, {"data": [step, 0]}, self.own(shards), early)
+        extra = {"data": [step, 0]}
+        pending = self.store.start(step, 1000 * step, extra, self.own(shards), early)
+        extra["data"].append(7)
         pending.wait_copied()
         for tensors in shards.values():
             for tensor in tensors:

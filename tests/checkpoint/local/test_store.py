@@ -279,10 +279,12 @@ def _shard_of(nodes, step, host, number):
 
 def test_the_memory_of_a_snapshot_is_written_again(tmp_path):
     one = slots.Slots(tmp_path, "x")
-    memory = one.begin(100, "")
-    assert one.begin(100, "").data_ptr() == memory.data_ptr()
-    next(tmp_path.glob("*.shard")).unlink()
-    with pytest.raises(OSError, match="deleted while it was written"):
+    memory = one.begin(100, "", (1, "a"))
+    assert one.begin(100, "", (2, "b")).data_ptr() == memory.data_ptr()
+    with pytest.raises(OSError, match="replaced or deleted while it was written"):
         one.publish((1, "a"), b"")
-    one.begin(100, "")
-    one.publish((1, "a"), b"")
+    next(tmp_path.glob("*.shard")).unlink()
+    with pytest.raises(OSError, match="replaced or deleted while it was written"):
+        one.publish((2, "b"), b"")
+    one.begin(100, "", (2, "b"))
+    one.publish((2, "b"), b"")

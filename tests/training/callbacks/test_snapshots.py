@@ -7,10 +7,12 @@ import shutil
 import zlib
 from dataclasses import replace
 from math import prod
+from threading import Event
 
 import pytest
 import torch
 
+from megafrontier.checkpoint.local.pending import PendingSnapshot
 from megafrontier.parallel.env import identify
 from megafrontier.parallel.fault_injection import VARIABLE
 from megafrontier.plan.assemble import initial_values
@@ -100,6 +102,19 @@ def test_a_late_snapshot_is_not_waited_for_and_a_failed_one_is_named(
     assert "dropped" not in log.partition("dropped")[2]
 
 
+@pytest.fixture
+def copies_late(monkeypatch):
+    """Copy shards only when the next step's backward is over."""
+    asked, copy, wait = Event(), PendingSnapshot._copy, PendingSnapshot.wait_copied
+
+    def copy_late(self, part):
+        assert asked.wait(60)
+        return copy(self, part)
+
+    monkeypatch.setattr(PendingSnapshot, "_copy", copy_late)
+    monkeypatch.setattr(PendingSnapshot, "wait_copied", lambda self: (asked.set(), wait(self))[1])
+
+
 class Losses(Callback):
     def __init__(self):
         self.found = {}
@@ -108,6 +123,7 @@ class Losses(Callback):
         self.found[result.step] = result.loss
 
 
+@pytest.mark.usefixtures("copies_late")
 @pytest.mark.parametrize(
     ("sizes", "chosen"),
     [((2, 2, 2), SPLITS), ((2, 2, 1), MUON), ((2, 2, 1), OFFLOAD)],
@@ -129,6 +145,7 @@ def test_all_states_of_all_ranks_come_back_to_the_bit_without_one_of_the_nodes(
             if found is None:
                 trainer.engine.initialise(initial_values(config))
             run(trainer, [losses, Snapshots(store, Save(quiet, 0))])
+            trainer.engine.finish_publishing()  # offloaded masters are updated before that
             last = {s: [_crc(t) for t in tensors] for s, tensors in shards(trainer).items()}
         return losses.found, last, found and (found.local_bytes, found.fetched_bytes)
 
@@ -145,6 +162,32 @@ def test_all_states_of_all_ranks_come_back_to_the_bit_without_one_of_the_nodes(
         assert losses == {step: unbroken[step] for step in (4, 5)}
         assert again == kept
         assert min(counts) > 0
+
+
+def test_a_partner_that_does_not_answer_is_named_once(config_file, tmp_path, memory):
+    config = runs.load(config_file, "train.steps=6", "train.micro_batch=8", *runs.ONE, memory)
+    (tmp_path / "run").mkdir()
+    lines = []
+
+    class Logger(RunLogger):
+        def info(self, line):
+            lines.append(line)
+
+    def body(mesh):
+        identity, logger = replace(identify(os.environ), host=f"node{mesh.rank}"), Logger(None)
+        with runs.open_trainer(config, mesh) as trainer:
+            trainer.run_logger = logger
+            trainer.engine.initialise(initial_values(config))
+            store = open_store(trainer, identity, lambda: False)
+            if mesh.rank == 1:
+                store._server.close()
+            run(trainer, [Snapshots(store, Save(logger, 0))])
+        return lines, len(list((tmp_path / "memory").glob(f"*/*/node{mesh.rank}/*.entry")))
+
+    (said, own), (_, copied) = run_mesh((2,), body)
+    why = "rank 0: rank 1 at 127.0.0.1: Connection refused"
+    assert said == [f"warning: snapshot of step 2: no copy on another node: {why}"]
+    assert (own, copied) == (4, 2)
 
 
 def _crc(tensor):
