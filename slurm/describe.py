@@ -1,5 +1,5 @@
 """Print what a config and overrides describe: name, directory, attempts, spare nodes and folder of
-snapshots (or none) of the run, and `elastic` if it is (train.elastic), a line each.
+snapshots (or none) of the run, and whether it is elastic, a line each.
 
 With the number of nodes that train, and if the machine file has ranks per host, also print what
 runs there and warn of files and packages that are missing here.
@@ -32,7 +32,7 @@ def describe(arguments: argparse.Namespace) -> list[str]:
     local = config.checkpoint.local
     lines = [run.name, run.directory, str(config.train.attempts), str(run.spare_nodes)]
     lines.append(local.folder if local.every else "none")
-    lines.append("elastic" if config.train.elastic else "")
+    lines.append("true" if config.train.elastic else "false")
     if nodes is None:
         return lines
     if run.spare_nodes:

@@ -160,7 +160,7 @@ def test_a_submission_asks_for_the_spare_nodes_too_and_checks_those_that_train()
 
 def test_spare_nodes_need_a_number_of_nodes_and_of_tasks_on_each():
     for options, said in (
-        ((), "--nodes: not given, need the number of nodes that train, beside "),
+        ((), "--nodes: not given, need the number of nodes that train, with "),
         (("-N2", "-n4"), "--ntasks: 4, need --ntasks-per-node with run.spare_nodes=1"),
     ):
         done = call(TRAIN, "--dry-run", *options, SMALL, QUICK, "run.spare_nodes=1")
