@@ -140,7 +140,8 @@ def save_costs(config: Config, plan: RunPlan, nodes: int) -> tuple[SaveCost, Sav
     """Of a checkpoint in storage, and of a local snapshot with a copy on a partner node.
 
     Steps wait while each rank copies its shards to host memory, over its link to the host, and
-    without `checkpoint.asynchronous` until all is written.
+    without `checkpoint.asynchronous` until all is written. Snapshots are copied under the next
+    forward and backward, so they cost this at most.
     """
     machine, total = load_machine(config.machine), checkpoint_bytes(config, plan)
     device, storage = machine.device, machine.storage
@@ -168,9 +169,8 @@ def configured_intervals(
     minutes, every = minutes_between_saves(config, plan), config.checkpoint.every
     intervals = [config.train.steps * step_seconds]
     intervals += [60 * minutes] * bool(minutes) + [every * step_seconds] * bool(every)
-    local = getattr(config.checkpoint, "local", None)
-    local_every = local.every * step_seconds if local is not None and local.every else None
-    return max(step_seconds, min(intervals)), local_every
+    local_every = config.checkpoint.local.every * step_seconds
+    return max(step_seconds, min(intervals)), local_every or None
 
 
 def _short(seconds: float) -> str:

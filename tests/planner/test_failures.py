@@ -2,12 +2,12 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megafrontier.config import CheckpointConfig, Config
+from megafrontier.config import Config
+from megafrontier.config.schema import SnapshotConfig
 from megafrontier.plan.intervals import FailureModel
 from megafrontier.plan.resolve import resolve_plan
 from megafrontier.planner import command
@@ -113,7 +113,6 @@ def test_plan_says_it_of_the_best_and_of_the_configured_layout(
 
 
 def test_local_snapshots_that_are_configured_count(layout: CandidateLayout) -> None:
-    values = vars(CheckpointConfig())
-    local = SimpleNamespace(**{**values, "local": SimpleNamespace(every=10)})
-    config = SimpleNamespace(**{**vars(layout.config), "checkpoint": local})
-    assert configured_intervals(config, layout.plan, 2.0)[1] == 20.0  # type: ignore[arg-type]
+    config = with_checkpoint(layout.config, local=SnapshotConfig(every=10))
+    assert configured_intervals(config, layout.plan, 2.0)[1] == 20.0
+    assert configured_intervals(layout.config, layout.plan, 2.0)[1] is None

@@ -28,6 +28,8 @@ class Snapshots(Callback):
     for: the next one is left out.
     """
 
+    between_steps = "saves"
+
     def __init__(self, store: SnapshotStore, save: Save) -> None:
         """`save`: says which step is in the storage at the end."""
         self._store, self._save = store, save
