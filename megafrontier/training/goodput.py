@@ -17,7 +17,9 @@ the goodput, which is the seconds of steps over the seconds of all jobs.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from megafrontier.common.errors import BAD_INPUT, INTERRUPTED, STOPPED
 from megafrontier.training.resume.restarts import (
@@ -134,6 +136,14 @@ class GoodputMeter:
         return min(1.0, self._steps / wall) if wall > 0 else 1.0
 
 
+class _Step(NamedTuple):
+    """When a step ended, what it took, and what came before it, by kind."""
+
+    at: float
+    seconds: float
+    between: dict[str, float] | None
+
+
 @dataclass(frozen=True)
 class _Start:
     """One start of the ranks. Times in seconds since 1970; 0: not known.
@@ -199,15 +209,18 @@ def _job_seconds(starts: Sequence[_Start], until: float) -> float:
 
 
 def _divide(starts: Sequence[_Start], lines: Iterable[RestartRecord]) -> Iterator[TimeSpan]:
-    steps = sorted(
-        ((record_seconds(line), line) for line in lines if "step_seconds" in line and "at" in line),
-        key=lambda step: step[0],
-    )
+    # Not whole lines: there may be a million.
+    steps = [
+        _Step(record_seconds(line), float(line["step_seconds"]), line.get("between_seconds"))
+        for line in lines
+        if "step_seconds" in line and "at" in line
+    ]
+    steps.sort(key=attrgetter("at"))
     at = 0
     for start, following in zip(starts, [*starts[1:], None], strict=False):
         until = following.launched if following else float("inf")
         first = at
-        while at < len(steps) and steps[at][0] < until:
+        while at < len(steps) and steps[at].at < until:
             at += 1
         cursor = start.launched
         for span in _divide_start(start, following, steps[first:at]):
@@ -221,26 +234,25 @@ def _divide(starts: Sequence[_Start], lines: Iterable[RestartRecord]) -> Iterato
 
 
 def _divide_start(
-    start: _Start, following: _Start | None, steps: Sequence[tuple[float, RestartRecord]]
+    start: _Start, following: _Start | None, steps: Sequence[_Step]
 ) -> Iterator[TimeSpan]:
-    """The spans of one start, each from the end of the one before. `steps`: its steps that count,
-    and when each ended."""
-    counted = steps[-1][0] if steps else 0.0
+    """The spans of one start, each from the end of the one before. `steps`: those that count."""
+    counted = steps[-1].at if steps else 0.0
     finished = max(counted, start.stepped)
     if following and start.launched <= following.finished_before < following.launched:
         finished = max(finished, following.finished_before)
     if not finished:
         yield TimeSpan("starts", start.launched, start.ended or start.seen)
         return
-    begins = [at - line["step_seconds"] for at, line in steps[:1]]
+    begins = [step.at - step.seconds for step in steps[:1]]
     begins += [start.stepped - start.step_seconds] if start.stepped else []
     cursor = min(begins, default=finished)
     yield TimeSpan("starts", start.launched, cursor)
-    for at, line in steps:
-        begin = max(cursor, at - line["step_seconds"])
-        yield from _between(line.get("between_seconds") or {}, cursor, begin)
-        yield TimeSpan("steps", begin, at)
-        cursor = at
+    for step in steps:
+        begin = max(cursor, step.at - step.seconds)
+        yield from _between(step.between or {}, cursor, begin)
+        yield TimeSpan("steps", begin, step.at)
+        cursor = step.at
     yield TimeSpan("repeated", cursor, finished)
     end = start.ended or (finished if following else max(finished, start.seen))
     if start.is_in_order:
