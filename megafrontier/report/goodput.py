@@ -24,7 +24,8 @@ _UNITS = {"days": 172800.0, "hours": 7200.0, "minutes": 120.0, "seconds": 0.0}
 """Of the axis, and from which length on."""
 _SECONDS = {"days": 86400.0, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 _PIXELS = 1000
-_LEAST_LABEL = 0.03
+_LEAST_LABEL, _LEAST_NAMED = 0.05, 0.001
+"""Of the time in jobs: a share that is written on its bar, and one that the legend names."""
 _SMALL = frozenset(("saves", "evaluation", "other"))
 
 
@@ -81,7 +82,8 @@ def draw_spans(figure: Any, axes: Sequence[Any], runs: Sequence[Run]) -> None:
     axes[0].invert_yaxis()
     for axis in axes:
         axis.grid(axis="y", visible=False)
-    kinds = [kind for kind in KINDS if any(sum_by_kind(run.spans)[kind] for run in runs)]
+    found = [sum_by_kind(run.spans) for run in runs]
+    kinds = [k for k in KINDS if any(of[k] > _LEAST_NAMED * sum(of.values()) for of in found)]
     handles = [Patch(color=COLOURS[kind], label=NAMES.get(kind, kind)) for kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds))
 

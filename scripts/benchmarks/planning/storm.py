@@ -1,0 +1,137 @@
+"""Kill ranks of a small run at random times, and print its goodput beside the formula's.
+
+    python -m scripts.benchmarks.planning.storm OUT [--minutes 6] [--mtbf 30] [--every 20]
+        [--seed 0] [key=value …]
+
+`train --nproc 4 --restarts 1000` trains in OUT/run, a new folder. A drawn rank is killed after
+exponential times of `--mtbf` seconds in the mean, also while ranks start, for `--minutes`. Then the
+run is asked to stop. The formula (`megafrontier/plan/intervals.py`) gets what the run's own files
+say of the mean seconds of a step, of a save, and from a failure to the first new step. What it has
+to predict are the steps that failures lose, and so the goodput, from the first finished step on.
+"""
+
+import argparse
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megafrontier.plan.intervals import FailureModel, SaveCost
+from megafrontier.report.goodput import describe_seconds
+from megafrontier.training.goodput import KINDS, Goodput, read_goodput
+from megafrontier.training.resume.restarts import FILE_NAME, read_records
+from scripts.benchmarks.shared.inputs import write_inputs
+
+RANKS = 4
+SETTING = (
+    "model.layers=2", "model.hidden=64", "model.sequence_length=128", "train.micro_batch=2",
+    "train.global_batch=8", "train.precision=fp32", "train.steps=1000000", "train.attempts=0",
+    "machine=laptop", "evaluate.batches=0", "checkpoint.minutes=0", "preflight.enabled=false",
+)  # fmt: skip
+
+
+def ranks_of(process: int) -> list[int]:
+    """The process ids of the local ranks of a `train` command, those that run now."""
+    try:
+        listed = Path(f"/proc/{process}/task/{process}/children").read_text()
+    except OSError:
+        return []
+    return [int(word) for word in listed.split()]
+
+
+def strike(train: subprocess.Popen[bytes], minutes: float, mtbf: float, seed: int) -> int:
+    """Kill ranks at random times. Returns how many kills there were."""
+    rng, end, kills = random.Random(seed), time.monotonic() + 60 * minutes, 0
+    while True:
+        pause = rng.expovariate(1 / mtbf)
+        if time.monotonic() + pause > end:
+            time.sleep(max(0.0, end - time.monotonic()))
+            return kills
+        time.sleep(pause)
+        if ranks := ranks_of(train.pid):
+            victim = rng.choice(ranks)
+            subprocess.run(["kill", "-KILL", str(victim)], check=False)
+            kills += 1
+
+
+def run(arguments: argparse.Namespace) -> tuple[Path, int]:
+    """Train in the storm. Returns the run's directory and the number of kills."""
+    arguments.out.mkdir(parents=True)
+    config, directory = write_inputs(arguments.out), arguments.out / "run"
+    words = [config, *SETTING, f"checkpoint.every={arguments.every}", *arguments.overrides]
+    command = [sys.executable, "-m", "megafrontier", "train", "--nproc", str(RANKS)]
+    with (
+        (arguments.out / "output.txt").open("wb") as output,
+        subprocess.Popen(
+            [*command, "--restarts", "1000", *words, f"run.directory={directory}"],
+            stdout=output,
+            stderr=output,
+        ) as train,
+    ):
+        while not (directory / "metrics.jsonl").exists() and train.poll() is None:
+            time.sleep(0.1)
+        kills = strike(train, arguments.minutes, arguments.mtbf, arguments.seed)
+        train.send_signal(signal.SIGUSR1)
+    return directory, kills
+
+
+def predict(directory: Path, found: Goodput, every: int, kills: int) -> tuple[FailureModel, float]:
+    """The model with the measured means, and the seconds of steps between two checkpoints."""
+    lines = [line for line in read_records(directory / "metrics.jsonl") if "step_seconds" in line]
+    step = found.seconds["steps"] / len(lines)
+    saves = [line["between_seconds"].get("saves", 0.0) for line in lines]
+    # Some saves are complete only a few steps later: the time between steps includes these waits.
+    save = sum(saves) / max(1, len(lines) / every)
+    between = found.seconds["other"] / len(lines)
+    wall = found.wall - first_start(directory)
+    start = (found.seconds["failures"] + found.seconds["starts"] - first_start(directory)) / kills
+    return FailureModel(wall / kills, start, SaveCost(save + between * every)), step * every
+
+
+def first_start(directory: Path) -> float:
+    """Seconds from the first launch until the first step was finished."""
+    return next(
+        float(record["start_seconds"])
+        for record in read_records(directory / FILE_NAME)
+        if "start_seconds" in record
+    )
+
+
+def report(directory: Path, every: int, kills: int) -> str:
+    """Measured beside predicted."""
+    found = read_goodput(directory)
+    model, interval = predict(directory, found, every, kills)
+    wall = found.wall - first_start(directory)
+    measured, expected = found.seconds["steps"] / wall, model.goodput(interval)
+    best, _, best_goodput = model.best(interval / every)
+    kinds = ", ".join(f"{kind} {found.seconds[kind] / found.wall:.1%}" for kind in KINDS[:-1])
+    return (
+        f"{kills} kills in {describe_seconds(wall)}, one every {model.mtbf:.1f} s; a start after "
+        f"a failure {model.start:.2f} s; a save {model.storage.stall:.3f} s, every {every} steps, "
+        f"{interval:.2f} s\n"
+        f"measured: goodput {measured:.1%} ({kinds})\n"
+        f"formula:  goodput {expected:.1%}; best: {best_goodput:.1%} with a save every "
+        f"{best / interval * every:.0f} steps"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--minutes", type=float, default=6.0)
+    parser.add_argument("--mtbf", type=float, default=30.0, help="seconds between two kills")
+    parser.add_argument("--every", type=int, default=20, help="steps between two checkpoints")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    arguments = parser.parse_args(argv)
+    directory, kills = run(arguments)
+    print(report(directory, arguments.every, kills))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
