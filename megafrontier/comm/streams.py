@@ -82,7 +82,33 @@ class _ThreadWork:
             raise self._error
 
 
-_Tasks = queue.SimpleQueue[tuple[Task, WorkHandle, _ThreadWork] | None]
+class _Tasks:
+    """The tasks that a thread is to run, and the error that has ended it."""
+
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[tuple[Task, WorkHandle, _ThreadWork] | None] = (
+            queue.SimpleQueue()
+        )
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def put(self, task: Task, after: WorkHandle) -> _ThreadWork:
+        """Add a task. After an error its handle raises that."""
+        work = _ThreadWork()
+        with self._lock:
+            if self._error is None:
+                self.queue.put((task, after, work))
+            else:
+                work.finish(self._error)
+        return work
+
+    def fail(self, error: BaseException) -> None:
+        """Finish all tasks with this error."""
+        with self._lock:
+            self._error = error
+            while not self.queue.empty():
+                if (issued := self.queue.get()) is not None:
+                    issued[-1].finish(error)
 
 
 class ThreadStream:
@@ -94,7 +120,7 @@ class ThreadStream:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tasks: _Tasks = queue.SimpleQueue()
+        self._tasks = _Tasks()
         self._thread: threading.Thread | None = None
 
     def run(self, task: Task, after: WorkHandle) -> WorkHandle:
@@ -104,25 +130,27 @@ class ThreadStream:
                 target=_run_tasks, args=(self._tasks,), name=self._name, daemon=True
             )
             self._thread.start()
-            weakref.finalize(self, self._tasks.put, None)  # ends the thread
-        work = _ThreadWork()
-        self._tasks.put((task, after, work))
-        return work
+            weakref.finalize(self, self._tasks.queue.put, None)  # ends the thread
+        return self._tasks.put(task, after)
 
 
 def _run_tasks(tasks: _Tasks) -> None:
-    """Run tasks until None comes. A function of the queue alone, so that the thread does not keep
-    its stream alive."""
-    error: BaseException | None = None
-    while (issued := tasks.get()) is not None:
+    """Run tasks until None comes, or one raises. A function of the tasks alone, so that the thread
+    does not keep its stream alive.
+
+    It ends with the first error: the error has the frames of those who have waited for it, and
+    the thread would keep all that these hold.
+    """
+    while (issued := tasks.queue.get()) is not None:
         task, after, work = issued
-        if error is None:
-            try:
-                after.wait()
-                task()
-            except BaseException as raised:
-                error = raised
-        work.finish(error)
+        try:
+            after.wait()
+            task()
+        except BaseException as error:
+            work.finish(error)
+            tasks.fail(error)
+            return
+        work.finish(None)
         del issued, task, after, work  # else their tensors would live until the next task
 
 

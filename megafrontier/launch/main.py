@@ -21,6 +21,7 @@ from megafrontier.common.errors import (
     as_fatal_os_error,
 )
 from megafrontier.config import Config, TrainConfig, load_machine, save_config
+from megafrontier.launch import survivors
 from megafrontier.launch.context import RunContext, open_context
 from megafrontier.launch.health import excluded_nodes
 from megafrontier.launch.health.preflight import check_rank, clear_room, preflight
@@ -258,7 +259,8 @@ def _run(context: RunContext, start: StartRecord, chosen: Sequence[str]) -> int:
         trace, stragglers = TraceWriter(trainer), Stragglers(context.identity.host)
         evaluate = Evaluate(watchdog.beat)
         watchdog.begin(trainer.step, trainer.engine.ledger)
-        garbage = GarbageCollection(config.train.gc_every)
+        # A survivor frees the run, and its parent has frozen what was there before.
+        garbage = GarbageCollection(config.train.gc_every, freezes=survivors.current() is None)
         # Evaluation comes after the checkpoint, because it may be cut short.
         callbacks = [Log(), first_step, *trainer.stateful.values()]
         callbacks += [save, evaluate, trace, stragglers, garbage]

@@ -28,11 +28,12 @@ from megafrontier.common.errors import (
 from megafrontier.launch.health.links import connect, explain_unconnected, measure
 from megafrontier.launch.health.liveness import LivenessCheck, call_with_timeout
 from megafrontier.launch.health.timeouts import GIVE_UP_GROUPS, Timeouts
-from megafrontier.parallel.env import Identity
+from megafrontier.parallel.env import STORE, Identity
 from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.parallel.groups import make_groups
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import AXES, Mesh, MeshShape
+from megafrontier.parallel.sockets import CONNECTIONS
 from megafrontier.parallel.world import World
 
 ALL_PEERS = "connections to all"
@@ -124,7 +125,8 @@ def _connect(
 ) -> Mesh:
     """Open all connections that this rank is going to use."""
     rank, status = liveness.identity.rank, liveness.status
-    with explain_unconnected(f"rank {rank}: {ALL_PEERS}"), status.doing(ALL_PEERS):
+    unconnected = explain_unconnected(f"rank {rank}: {ALL_PEERS}")
+    with unconnected, status.doing(ALL_PEERS), CONNECTIONS.opening():
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("world", liveness.store),
@@ -206,6 +208,7 @@ def _open_store(identity: Identity, timeouts: Timeouts) -> LivenessCheck:
     answer in time."""
     address, rank = urlsplit(identity.rendezvous), identity.rank
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_owner = rank == 0 and not is_torchruns and STORE not in os.environ
     socket = os.environ.pop("MEGAFRONTIER_SOCKET", None)  # of the parent of local ranks
     if rank == 0:
         _allow_sockets(_store_owner(), identity, each=1)  # enough to meet, and to refuse
@@ -213,7 +216,7 @@ def _open_store(identity: Identity, timeouts: Timeouts) -> LivenessCheck:
         TCPStore,
         str(address.hostname),
         address.port or 0,
-        is_master=rank == 0 and not is_torchruns,
+        is_master=is_owner,
         timeout=timedelta(seconds=timeouts.arrive),
         wait_for_workers=False,  # torch could not say which ranks are absent
         multi_tenant=True,
@@ -221,7 +224,8 @@ def _open_store(identity: Identity, timeouts: Timeouts) -> LivenessCheck:
     )
     # torch itself tries several times for as long, and `srun --wait` kills a rank that has not
     # given up by then.
-    store = connect() if rank == 0 else call_with_timeout(timeouts.arrive, connect)
+    with CONNECTIONS.opening():
+        store = connect() if is_owner else call_with_timeout(timeouts.arrive, connect)
     if store is None:
         raise RuntimeError(f"no store within {timeouts.arrive:g} s")
     # The prefix keeps another run with the same address apart, and the starts of torchrun, which
@@ -238,16 +242,24 @@ def check_sockets(identity: Identity) -> None:
 
 
 def _store_owner() -> int:
-    """The process that owns the store: torchrun, or rank 0 itself."""
+    """The process that owns the store: torchrun, or rank 0 itself. A process of this package that
+    has nothing but the store has the limit of rank 0, and raises its own."""
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return os.getppid() if is_torchruns else os.getpid()
 
 
-def _allow_sockets(process: int, identity: Identity, each: int) -> None:
-    """Raise the limit of a process to the hard one. Raises UserError if that is too low for `each`
-    connections of all ranks. The usual soft limit is enough for 31 nodes."""
+def allow_sockets(process: int) -> int:
+    """Raise the limit of a process to the hard one, and return that. The usual soft limit is enough
+    for 31 nodes."""
     _, hard = resource.prlimit(process, resource.RLIMIT_NOFILE)
     resource.prlimit(process, resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def _allow_sockets(process: int, identity: Identity, each: int) -> None:
+    """Raise the limit of a process to the hard one. Raises UserError if that is too low for `each`
+    connections of all ranks."""
+    hard = allow_sockets(process)
     required = each * identity.world_size + _OTHER_FILES
     if hard not in (resource.RLIM_INFINITY, -1) and hard < required:
         raise UserError(

@@ -17,6 +17,8 @@ RESTARTS = "MEGAFRONTIER_RESTARTS"
 the ranks again."""
 COMMAND = "MEGAFRONTIER_COMMAND"
 """A name of the command that is the parent of local ranks, if no job or torchrun has one."""
+STORE = "MEGAFRONTIER_STORE"
+"""Set if not rank 0 but another process has the store at which the ranks meet."""
 LAUNCHED = "MEGAFRONTIER_LAUNCHED"
 """When slurm/train.sbatch or the parent of local ranks started the ranks, in seconds since 1970."""
 
@@ -80,7 +82,8 @@ def identify(environment: Mapping[str, str]) -> Identity:
 def _from_local(environment: Mapping[str, str]) -> Identity:
     rank, size = (int(part) for part in environment["MEGAFRONTIER_LOCAL"].split("/"))
     address = f"tcp://127.0.0.1:{environment['MEGAFRONTIER_PORT']}"
-    return Identity(rank, size, rank, "local", address, socket.gethostname())
+    start = environment.get(RESTARTS, "")
+    return Identity(rank, size, rank, "local", address, socket.gethostname(), start)
 
 
 def _refuse_mpi(environment: Mapping[str, str]) -> None:

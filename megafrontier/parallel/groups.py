@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from megafrontier.parallel.sockets import CONNECTIONS
+
 
 def find_all_gather(distributed: Any) -> Callable[..., Any]:
     """`torch.distributed`'s all-gather of flat buffers.
@@ -69,19 +71,20 @@ def make_groups(
     """
     has_one_channel = has_small_messages and device.type == "cuda"
     # Each rank creates only its own groups. Creating all of them would be O(world) work on each.
-    return tuple(
-        dist.new_group(
-            list(ranks),
-            timeout=timeout,
-            backend=_BACKENDS.get(device.type, _gloo)(),
-            # New options for each group, because torch keeps the object.
-            pg_options=_one_channel(timeout) if has_one_channel else None,
-            use_local_synchronization=True,
+    with CONNECTIONS.opening():
+        return tuple(
+            dist.new_group(
+                list(ranks),
+                timeout=timeout,
+                backend=_BACKENDS.get(device.type, _gloo)(),
+                # New options for each group, because torch keeps the object.
+                pg_options=_one_channel(timeout) if has_one_channel else None,
+                use_local_synchronization=True,
+            )
+            if len(ranks) > 1
+            else None
+            for ranks in peers
         )
-        if len(ranks) > 1
-        else None
-        for ranks in peers
-    )
 
 
 _BACKENDS: dict[str, Callable[[], str | None]] = {"cuda": lambda: None, "meta": lambda: "meta:fake"}

@@ -12,6 +12,11 @@ SCRIPT_SPEAKER = 5.0
 GIVE_UP_GROUPS = 20.0
 """How long a rank waits for its process groups to be destroyed or aborted."""
 
+LEAVE_SECONDS = 10.0
+"""From the order to abandon its groups until a rank has dropped its run. Then it is killed."""
+PARENT_SECONDS = 2.0
+"""How long a rank with an error of its own waits for the word that another rank was lost."""
+
 _START_FACTOR = 3  # compilation, kernels, connections
 _ARRIVE = 600.0  # thousands of ranks import torch from the same storage
 _COLLECTIVE = 1800.0

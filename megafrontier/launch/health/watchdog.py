@@ -13,7 +13,7 @@ that do not answer are then excluded from the next start. If all hosts answer, t
 the others are excluded, unless most hosts do.
 
 Local ranks have a parent that names a rank that was killed, and ends the others before an alarm is
-answered.
+answered, or has them abandon their groups (Note [Survivors] in `launch/survivors.py`).
 """
 
 import faulthandler
@@ -34,6 +34,7 @@ from megafrontier.common.errors import (
     is_collective,
     print_error,
 )
+from megafrontier.launch import survivors
 from megafrontier.launch.health import excluded_nodes
 from megafrontier.launch.health.liveness import (
     Alarm,
@@ -51,6 +52,9 @@ from megafrontier.launch.rendezvous import ALL_PEERS
 from megafrontier.parallel.env import Identity
 from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.parallel.world import RankStatus
+
+ABANDONED = 0
+"""The code of the alarm that ends the threads that listen for one, and no rank."""
 
 
 class Watchdog:
@@ -71,6 +75,9 @@ class Watchdog:
         self._peers = PeerMonitor(identity) if identity.has_launcher else None
         self._closed = threading.Event()
         self._ending = threading.Lock()
+        self._survivor = survivors.current()
+        if self._survivor is not None:
+            self._survivor.on_abandon(self._abandon)
 
     def start(self, liveness: LivenessCheck | None) -> None:
         """Begin to watch and listen. Call it when the ranks have met, before they connect to each
@@ -79,6 +86,8 @@ class Watchdog:
         if liveness is not None:
             # A connection of its own: the main thread blocks the other one while ranks connect.
             self._liveness, self._status = liveness.clone(), liveness.status
+            if self._closed.is_set():  # the rank has been told to abandon its groups
+                return
             self._start_thread(self._listen, self._liveness.clone())
             if self._peers is not None:
                 self._peers.start(self._on_peer_lost)
@@ -138,6 +147,14 @@ class Watchdog:
         self._closed.set()
         faulthandler.cancel_dump_traceback_later()
 
+    def _abandon(self) -> None:
+        """Stop watching, because the rank abandons its groups. End the thread that listens."""
+        self.close()
+        liveness = self._liveness
+        if liveness is not None:
+            alarm = Alarm(self._identity.rank, "", ABANDONED)
+            call_with_timeout(self._timeouts.answer, lambda: liveness.raise_alarm(alarm))
+
     def fail(self, error: Exception) -> None:
         """Find out whether `error` of this rank was caused by a lost rank, or a dead link.
 
@@ -146,13 +163,16 @@ class Watchdog:
         """
         if self._closed.is_set() or self._liveness is None:
             return
-        rank = self._identity.rank
+        rank, survivor = self._identity.rank, self._survivor
+        if survivor is not None and survivor.is_abandoning(error):
+            return
         if isinstance(error, Unconnected):
             # Until all other ranks wait for one that is stuck.
             time.sleep(self._timeouts.answer)
             self._raise_alarm(Alarm(rank, str(error), LOST, hang=True))
-        code = error.code if isinstance(error, FatalError) else 1
-        self._raise_alarm(Alarm(rank, "", code))
+        if survivor is None:  # otherwise the parent tells the others
+            code = error.code if isinstance(error, FatalError) else 1
+            self._raise_alarm(Alarm(rank, "", code))
 
     def _watch(self) -> None:
         """Look once a second for a hang."""
@@ -182,7 +202,8 @@ class Watchdog:
                 line = f"rank 0 on {liveness.first_host}: lost, no answer"
                 self._leave(LOST, line, [(0, liveness.first_host)])
             return
-        if alarm.rank != self._identity.rank:  # otherwise the thread that raised it goes on
+        # Otherwise the thread that raised it goes on, or no thread does.
+        if alarm.rank != self._identity.rank and alarm.code != ABANDONED:
             self._end(alarm)
 
     def _on_peer_lost(self, rank: int) -> None:

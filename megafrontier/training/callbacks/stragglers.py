@@ -55,16 +55,18 @@ class GarbageCollection(Callback):
     to Python.
 
     The automatic collector would stop each rank at another time, and the other ranks would wait
-    each time. Objects that exist at the start are never collected nor examined again.
+    each time. With `freezes`, objects that exist at the start are never collected nor examined
+    again, also if the process begins another run.
     """
 
-    def __init__(self, every: int) -> None:
-        self._every = every
+    def __init__(self, every: int, freezes: bool = True) -> None:
+        self._every, self._freezes = every, freezes
 
     def at_start(self, trainer: Trainer) -> None:
         if self._every:
             gc.collect()
-            gc.freeze()
+            if self._freezes:
+                gc.freeze()
             gc.disable()
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
@@ -74,4 +76,5 @@ class GarbageCollection(Callback):
     def at_end(self, trainer: Trainer) -> None:
         if self._every:
             gc.enable()
-            gc.unfreeze()
+            if self._freezes:
+                gc.unfreeze()
