@@ -24,6 +24,8 @@ BAD_NODE = 69
 LOST = 70
 STOPPED = 75
 INTERRUPTED = 130
+FINAL = (0, BAD_INPUT, FAILED, STOPPED, INTERRUPTED)
+"""Exit codes after which the ranks do not start again by themselves."""
 
 
 class FatalError(Exception):

@@ -14,17 +14,17 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs
 
 from megafrontier.common.errors import (
-    BAD_INPUT,
-    FAILED,
-    INTERRUPTED,
+    FINAL,
+    LOST,
     STOPPED,
     FatalError,
     is_collective,
@@ -39,13 +39,13 @@ from megafrontier.common.signals import (
 from megafrontier.launch.health.timeouts import LEAVE_SECONDS, LOCAL_GRACE, LOCAL_SPEAKER
 from megafrontier.launch.rendezvous import allow_sockets
 from megafrontier.launch.survivors import ABANDON, LEFT, LONGEST_MESSAGE, Survivor, become_survivor
-from megafrontier.parallel.env import COMMAND, LAUNCHED, RESTARTS, STORE
+from megafrontier.parallel.env import COMMAND, LAUNCHED, RESTARTS, ROUND, STORE
 
 _BLOCKED = (*STOPPING, signal.SIGINT)
 """Signals that are blocked while ranks are forked."""
 _PORT = "MEGAFRONTIER_PORT"
-_FINAL = (0, BAD_INPUT, FAILED, STOPPED, INTERRUPTED)
-"""Exit codes after which the ranks do not start again."""
+STORE_NAME = "ranks-store"
+"""The name of the process of the store."""
 
 
 def import_early() -> None:
@@ -67,13 +67,13 @@ def fork_ranks_again(
     called with the exit code and what was lost.
     """
     os.environ[COMMAND] = f"{os.getpid()}@{socket.gethostname()} {time.time():.3f}"
-    with LocalRanks(count, body, can_survive=restarts > 0) as ranks:
+    with LocalRanks(range(count), body, can_survive=restarts > 0) as ranks:
         for number in range(restarts + 1):
             os.environ[RESTARTS], os.environ[LAUNCHED] = str(number), str(time.time())
             ranks.start()
             lost: list[str] = []
             code = ranks.wait(lost.append, may_restart=number < restarts)
-            if code in _FINAL:
+            if code in FINAL:
                 break
             on_failure(code, lost[0] if lost else f"exit code {code} of a rank")
             if number == restarts or ranks.forwarded or stop_requested():
@@ -100,32 +100,41 @@ def fork_ranks(
     checkpoint, which they cannot write without their peer. `on_lost` is called with a line for each
     rank that a signal has ended.
     """
-    with LocalRanks(count, body) as ranks:
+    with LocalRanks(range(count), body) as ranks:
         ranks.start()
         return ranks.wait(on_lost)
 
 
 class LocalRanks:
-    """The processes of ranks 0 … count - 1, as their parent sees them. They are killed when the
-    context ends. `forwarded`: the signals that were sent to them.
+    """The processes of ranks, as their parent sees them. They are killed when the context ends.
+    `forwarded`: the signals that were sent to them.
 
     With `can_survive`, ranks outlive the failure of another one, and a process of its own has the
     store at which they meet.
     """
 
-    def __init__(self, count: int, body: Callable[[], int], can_survive: bool = False) -> None:
+    is_alone = False
+    """Whether there are ranks with other parents."""
+
+    def __init__(
+        self, ranks: Sequence[int], body: Callable[[], int], can_survive: bool = False
+    ) -> None:
         self.forwarded: set[int] = set()
-        self._count, self._body, self._can_survive = count, body, can_survive
+        self._ranks, self._body, self._can_survive = ranks, body, can_survive
         self._running: dict[int, int] = {}
         """Ranks, by process id."""
         self._channels: dict[int, socket.socket] = {}
         """To the ranks that can survive."""
+        self._left: set[int] = set()
+        """Ranks that have abandoned their groups."""
+        self._said: set[bytes] = set()
+        """What the ranks have said since they started."""
         self._store: int | None = None
         """The process of the store."""
         self._server: socket.socket | None = None
         """The listening socket of the store, which rank 0 or the store's process takes over."""
 
-    def __enter__(self) -> "LocalRanks":
+    def __enter__(self) -> Self:
         import_early()
         gc.freeze()  # so that garbage collection in the ranks does not copy the parent's pages
         # Block signals until every rank can be told of them. Python ignores exceptions in its own
@@ -150,24 +159,36 @@ class LocalRanks:
     def start(self) -> None:
         """Fork the ranks that do not run. The others, which `gather` has gathered, start again."""
         flush_output()
+        self._left, self._said = set(), set()
         if self._store is None or os.waitpid(self._store, os.WNOHANG)[0]:
             self._open_store()
         if self._channels:
-            orders = {name: os.environ[name] for name in (RESTARTS, LAUNCHED, _PORT)}
+            names = (RESTARTS, ROUND, LAUNCHED, _PORT)
+            orders = {name: os.environ[name] for name in names if name in os.environ}
             self._tell(json.dumps(orders).encode())
-        for rank in sorted({*range(self._count)} - {*self._running.values()}):
+        for rank in sorted({*self._ranks} - {*self._running.values()}):
             self._running[self._fork(rank)] = rank
 
     def _open_store(self) -> None:
         if self._server is not None:
             self._server.close()
-        self._server = socket.create_server(("127.0.0.1", 0), backlog=4 * self._count)
-        os.environ[_PORT] = str(self._server.getsockname()[1])
-        if self._can_survive:
+        self._server = self._create_server()
+        if self._can_survive and self._server is not None:
             parent, self._store = os.getpid(), os.fork()
             if self._store == 0:
                 _keep_store(parent, self._server)
             self._server.close()
+
+    def _create_server(self) -> socket.socket | None:
+        """The listening socket of the store; None if another process has it."""
+        server = socket.create_server(("127.0.0.1", 0), backlog=4 * len(self._ranks))
+        os.environ[_PORT] = str(server.getsockname()[1])
+        return server
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        """What a rank has in its environment."""
+        store = {STORE: "parent"} if self._can_survive else {}
+        return {"MEGAFRONTIER_LOCAL": f"{rank}/{len(self._ranks)}", **store}
 
     def _fork(self, rank: int) -> int:
         parent, ours, theirs = os.getpid(), None, None
@@ -186,7 +207,7 @@ class LocalRanks:
             # Without its parent, a rank would go on unseen, and write where the next run writes.
             die_with_parent(parent)
             self._become(rank)
-            _run_rank(rank, self._body, theirs)
+            _run_rank(rank, self._body, theirs, self.is_alone)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -199,10 +220,8 @@ class LocalRanks:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
         # torch makes a new pool of threads after a fork. If two threads do so at once, one fails.
         torch.set_num_threads(torch.get_num_threads())
-        os.environ["MEGAFRONTIER_LOCAL"] = f"{rank}/{self._count}"
         os.environ.pop(STORE, None)
-        if self._can_survive:
-            os.environ[STORE] = "parent"
+        os.environ.update(self._environment(rank))
         if rank == 0 and not self._can_survive and self._server is not None:
             os.environ["MEGAFRONTIER_SOCKET"] = str(self._server.detach())
         self._close_sockets()
@@ -212,7 +231,7 @@ class LocalRanks:
         Returns the exit code of all. A signal that ends a rank is printed, unless it was forwarded.
 
         With `may_restart`, returns at the first failure after which the ranks may start again, and
-        has told those that live to abandon their groups.
+        has told those that live to abandon their groups; or if one has done so by itself.
         """
         code, deadline = 0, float("inf")
         with self._forwarding():
@@ -224,7 +243,10 @@ class LocalRanks:
                         code = status if status > 0 else 128 - status
                         no_limit = code == STOPPED
                         deadline = float("inf") if no_limit else time.monotonic() + LOCAL_GRACE
-                if may_restart and code not in _FINAL and not self.forwarded:
+                self._listen()
+                if may_restart and self._left:
+                    return LOST  # the rank has no siblings to be told
+                if may_restart and code not in FINAL and not self.forwarded:
                     self._tell(ABANDON)
                     break
                 time.sleep(0.02)
@@ -233,17 +255,28 @@ class LocalRanks:
     def gather(self) -> int:
         """Wait until every rank has ended or has abandoned its groups, and kill those that do not
         in time. Returns how many keep their process."""
-        deadline, left = time.monotonic() + LEAVE_SECONDS, set[int]()
+        deadline = time.monotonic() + LEAVE_SECONDS
         with self._forwarding():
-            while left < {*self._running.values()} and not self.forwarded:
-                left |= {r for r, channel in self._channels.items() if _has_left(channel)}
-                for rank, _ in self._ended():
-                    left.discard(rank)
+            while self._left < {*self._running.values()} and not self.forwarded:
+                self._listen()
+                self._left -= {rank for rank, _ in self._ended()}
                 if time.monotonic() > deadline:
-                    self._replace({*self._running.values()} - left)
+                    self._replace({*self._running.values()} - self._left)
                     deadline = float("inf")
                 time.sleep(0.01)
-        return len(left)
+        return len(self._left)
+
+    def _listen(self) -> None:
+        """Take what the ranks have said."""
+        for rank in self._channels:
+            self._listen_to(rank)
+
+    def _listen_to(self, rank: int) -> None:
+        with contextlib.suppress(OSError):  # nothing to read, or it has ended
+            while message := self._channels[rank].recv(LONGEST_MESSAGE):
+                self._said.add(message)
+                if message == LEFT:
+                    self._left.add(rank)
 
     def _replace(self, ranks: set[int]) -> None:
         """Kill these ranks, which then start again in new processes."""
@@ -262,6 +295,7 @@ class LocalRanks:
             if done:
                 rank = self._running.pop(child)
                 if rank in self._channels:
+                    self._listen_to(rank)
                     self._channels.pop(rank).close()
                 ended.append((rank, os.waitstatus_to_exitcode(status)))
         return ended
@@ -287,12 +321,6 @@ class LocalRanks:
         _send(self._running, number)
 
 
-def _has_left(channel: socket.socket) -> bool:
-    with contextlib.suppress(OSError):  # nothing to read, or it has ended
-        return channel.recv(LONGEST_MESSAGE) == LEFT
-    return False
-
-
 def _say_lost(rank: int, number: int) -> str:
     """Print, and return, that a signal has ended a rank."""
     why = f"signal {number}, {signal.strsignal(number)}"
@@ -306,9 +334,11 @@ def _keep_store(parent: int, server: socket.socket) -> None:
     try:
         die_with_parent(parent)
         port = server.getsockname()[1]
+        with contextlib.suppress(OSError):  # for whoever looks at the processes
+            Path("/proc/self/comm").write_text(STORE_NAME)
         allow_sockets(os.getpid())
         store = TCPStore(
-            "127.0.0.1",
+            "localhost",
             port,
             is_master=True,
             wait_for_workers=False,
@@ -320,9 +350,11 @@ def _keep_store(parent: int, server: socket.socket) -> None:
         os._exit(1)
 
 
-def _run_rank(rank: int, body: Callable[[], int], parent: socket.socket | None) -> None:
+def _run_rank(
+    rank: int, body: Callable[[], int], parent: socket.socket | None, is_alone: bool
+) -> None:
     """Run `body` as a rank, and again when its parent says so. Ends the process."""
-    survivor = None if parent is None else become_survivor(parent)
+    survivor = None if parent is None else become_survivor(parent, is_alone)
     while (code := _run_once(rank, body, survivor)) is None:
         assert survivor is not None
         survivor.start_again()

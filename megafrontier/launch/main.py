@@ -11,8 +11,10 @@ from typing import TypeVar
 from megafrontier.checkpoint.local.snapshot import Snapshot
 from megafrontier.checkpoint.local.store import SnapshotStore
 from megafrontier.common.errors import (
+    LOST,
     STOPPED,
     FatalError,
+    PeersLost,
     RanksAbsent,
     RanksRefused,
     StorageFailed,
@@ -35,7 +37,8 @@ from megafrontier.launch.local import (
     report,
 )
 from megafrontier.launch.rendezvous import check_sockets, refuse
-from megafrontier.parallel.env import Identity, identify
+from megafrontier.launch.tasks import may_start_again, run_task
+from megafrontier.parallel.env import Identity, identify, starts_in_old_tasks
 from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.plan.assemble import initial_values
 from megafrontier.plan.describe import describe_kernels, describe_run
@@ -55,7 +58,9 @@ from megafrontier.training.goodput import read_goodput
 from megafrontier.training.logging.run_log import RunLogger, check_directory, open_run_logger
 from megafrontier.training.loop import run
 from megafrontier.training.resume.restarts import (
+    FILE_NAME,
     StartRecord,
+    append_record,
     record_failure,
     record_interrupt,
     record_start,
@@ -139,18 +144,36 @@ def launch(
             return fork_ranks(nproc, body)
         return fork_ranks_again(nproc, body, restarts, partial(_record_failure, directory))
     identity = identify(os.environ)
+    join = partial(_join_launchers_ranks, config, body, identity, check, directory)
+    if directory is not None and may_start_again(identity):
+        code = run_task(identity, join, partial(_record_failure, directory))
+    else:
+        code = join()
+    _exit_from_launcher(identity, code)
+    return code
+
+
+def _join_launchers_ranks(
+    config: Config,
+    body: Callable[[], int],
+    identity: Identity,
+    check: Check,
+    directory: Path | None,
+) -> int:
+    """Run `body` as one of a launcher's ranks, after `check`. Returns the exit code."""
     try:
         _call_or_refuse(partial(check_sockets, identity), identity, config.train.hang_seconds)
         checking = partial(check, identity.world_size)
         _call_or_refuse(checking, identity, config.train.hang_seconds)
         import_early()
-        code = body()
+        return body()
     except FatalError as error:
+        survivor = survivors.current()
+        if survivor is not None and survivor.is_abandoning(error):
+            raise
         if isinstance(error, RanksRefused) and directory is not None:
             error = excluded_nodes.exclude_refused(error, directory, identity)
-        code = report(error, speaks=identity.rank == 0)
-    _exit_from_launcher(identity, code)
-    return code
+        return report(error, speaks=identity.rank == 0)
 
 
 def _record_failure(directory: Path, code: int, reason: str) -> None:
@@ -203,7 +226,20 @@ def _train_rank(config: Config, chosen: Sequence[str]) -> int:
             return _train_watched(context, directory, chosen)
     except RanksAbsent as error:
         identity = identify(os.environ)
+        if starts_in_old_tasks(os.environ):
+            _record_absent(directory, identity, error)
+            raise PeersLost(str(error)) from error
         raise excluded_nodes.exclude_absent(error, directory, identity, os.environ) from error
+
+
+def _record_absent(directory: Path, identity: Identity, error: RanksAbsent) -> None:
+    """Record that these ranks have not come back, so that slurm/train.sbatch does not wait for
+    them."""
+    lost = [[rank, ""] for rank in error.ranks]
+    if identity.rank == 0:
+        with suppress(OSError):
+            end = {"ended": LOST, "reason": str(error), "lost": lost}
+            append_record(directory / FILE_NAME, end)
 
 
 def _train_watched(context: RunContext, directory: Path, chosen: Sequence[str]) -> int:

@@ -116,8 +116,10 @@ def what_was_lost(
     records: those of this start in attempts.jsonl. used: its nodes. code: srun's.
     """
     gone = [node for node in used if unfit.get(node, _LISTED) != _LISTED]
-    start = next((record for record in records if "reached" in record), None)
-    end = next((record for record in records if "ended" in record), None)
+    begins = [number for number, record in enumerate(records) if "reached" in record]
+    start = records[begins[-1]] if begins else None
+    newest = records[begins[-1] :] if begins else []
+    end = next((record for record in reversed(newest) if "ended" in record), None)
     if gone:
         return "; ".join(f"node {node} was lost: {unfit[node]}" for node in gone), gone
     if end is not None and end.get("reason"):
@@ -157,11 +159,11 @@ def why_too_late(
 
 
 def of_launch(records: Sequence[RestartRecord], launch: Launch) -> list[RestartRecord]:
-    """The records of one start of the ranks."""
-    found, is_of_it = [], False
+    """The records of one start of the tasks, in which the ranks may have started several times."""
+    found, is_of_it, ours = [], False, launch.restarts[:3]
     for record in records:
         if "job" in record:
-            is_of_it = (record["job"], record.get("restarts")) == (launch.job, launch.restarts)
+            is_of_it = (record["job"], record.get("restarts", [])[:3]) == (launch.job, ours)
         if is_of_it:
             found.append(record)
     return found

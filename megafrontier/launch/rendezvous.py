@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
 from itertools import groupby
@@ -26,9 +27,21 @@ from megafrontier.common.errors import (
     is_collective,
 )
 from megafrontier.launch.health.links import connect, explain_unconnected, measure
-from megafrontier.launch.health.liveness import LivenessCheck, call_with_timeout
-from megafrontier.launch.health.timeouts import GIVE_UP_GROUPS, Timeouts
-from megafrontier.parallel.env import STORE, Identity
+from megafrontier.launch.health.liveness import (
+    STARTED_AGAIN,
+    Alarm,
+    LivenessCheck,
+    call_with_timeout,
+)
+from megafrontier.launch.health.timeouts import GIVE_UP_GROUPS, RETURN_SECONDS, Timeouts
+from megafrontier.parallel.env import (
+    REPLACED,
+    ROUND,
+    STORE,
+    Identity,
+    identify,
+    starts_in_old_tasks,
+)
 from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.parallel.groups import make_groups
 from megafrontier.parallel.hierarchy import Levels
@@ -77,6 +90,8 @@ def join(
         yield Mesh.single(shape.levels, device)
         return
     timeouts = timeouts or Timeouts.of(identity.world_size)
+    if starts_in_old_tasks(os.environ):
+        timeouts = replace(timeouts, arrive=min(timeouts.arrive, RETURN_SECONDS))
     liveness = _meet(identity, timeouts)
     timeout = timedelta(seconds=timeouts.collective)
     liveness.store.set_timeout(timeout)
@@ -230,8 +245,19 @@ def _open_store(identity: Identity, timeouts: Timeouts) -> LivenessCheck:
         raise RuntimeError(f"no store within {timeouts.arrive:g} s")
     # The prefix keeps another run with the same address apart, and the starts of torchrun, which
     # keeps its store, with all keys, when it starts the ranks again.
+    if reason := os.environ.pop(REPLACED, ""):
+        _tell_old_start(store, identity, reason)
     start = store.add(f"{identity.start}/starts/{rank}", 1)
     return LivenessCheck(PrefixStore(f"{identity.start}/{start}", store), identity, timeouts)
+
+
+def _tell_old_start(store: TCPStore, identity: Identity, reason: str) -> None:
+    """Have the other ranks leave the start before this one at once. Otherwise they would find out
+    by themselves, and wait for an answer of this rank's earlier process."""
+    earlier = str(int(os.environ[ROUND]) - 1)
+    start = identify({**os.environ, ROUND: earlier}).start
+    old = LivenessCheck(PrefixStore(f"{start}/1", store), identity)
+    old.raise_alarm(Alarm(identity.rank, reason, STARTED_AGAIN))
 
 
 def check_sockets(identity: Identity) -> None:

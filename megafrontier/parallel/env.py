@@ -17,6 +17,10 @@ RESTARTS = "MEGAFRONTIER_RESTARTS"
 the ranks again."""
 COMMAND = "MEGAFRONTIER_COMMAND"
 """A name of the command that is the parent of local ranks, if no job or torchrun has one."""
+ROUND = "MEGAFRONTIER_ROUND"
+"""How often the ranks have started again in the tasks of one step of a Slurm job."""
+REPLACED = "MEGAFRONTIER_REPLACED"
+"""What has ended the earlier process of a rank that starts again in its task."""
 STORE = "MEGAFRONTIER_STORE"
 """Set if not rank 0 but another process has the store at which the ranks meet."""
 LAUNCHED = "MEGAFRONTIER_LAUNCHED"
@@ -159,14 +163,27 @@ def _slurm_start(environment: Mapping[str, str]) -> str:
     ids, and a requeued job keeps its id."""
     job = environment.get("SLURM_HET_JOB_ID") or environment.get("SLURM_JOB_ID", "")
     start = environment.get("SLURM_RESTART_COUNT", "0")
-    return f"job {job}.{environment['SLURM_STEP_ID']}, start {start}"
+    again = f", round {environment[ROUND]}" if starts_in_old_tasks(environment) else ""
+    return f"job {job}.{environment['SLURM_STEP_ID']}, start {start}{again}"
+
+
+def starts_in_old_tasks(environment: Mapping[str, str]) -> bool:
+    """Whether the ranks start again in the tasks of one step of a Slurm job."""
+    return environment.get(ROUND, "0") != "0"
+
+
+def tasks_per_node(environment: Mapping[str, str]) -> int:
+    """The tasks on the first node of a Slurm step: 8 of `8(x4)`."""
+    found = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return int(found[0]) if found else 1
 
 
 @dataclass(frozen=True)
 class Launch:
     """The Slurm job, torchrun command or command with `--nproc` that a start of the ranks belongs
-    to. `restarts`: how often Slurm, torchrun and megafrontier itself have restarted it. Of two
-    starts of one launch, the later one has the larger list."""
+    to. `restarts`: how often Slurm, torchrun and megafrontier itself have restarted it, the latter
+    in new tasks and in the same ones. Of two starts of one launch, the later one has the larger
+    list."""
 
     job: str
     restarts: list[int]
@@ -175,7 +192,7 @@ class Launch:
     def current(cls, environment: Mapping[str, str]) -> "Launch | None":
         """The launch of this process; None without any."""
         jobs = (environment.get(n) for n in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", COMMAND))
-        counts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", RESTARTS)
+        counts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", RESTARTS, ROUND)
         restarts = [int(environment.get(name) or 0) for name in counts]
         job = next((job for job in jobs if job is not None), None)
         return None if job is None else cls(job, restarts)

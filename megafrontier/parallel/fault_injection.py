@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megafrontier.common import errors
-from megafrontier.parallel.env import RESTARTS, identify
+from megafrontier.parallel.env import RESTARTS, ROUND, identify
 
 VARIABLE = "MEGAFRONTIER_FAULTS"
 _NOT_COMPARED = {"at", "do", "error", "message", "path", "seconds"}
@@ -31,7 +31,7 @@ def fault_point(name: str, **state: object) -> None:
     """Fail here if MEGAFRONTIER_FAULTS asks for it. Costs one look at the environment if not."""
     if faults := os.environ.get(VARIABLE):
         state["rank"] = identify(os.environ).rank
-        state["restarts"] = int(os.environ.get(RESTARTS, "0"))
+        state["restarts"] = sum(int(os.environ.get(name, "0")) for name in (RESTARTS, ROUND))
         for fault in json.loads(faults):
             wanted = {key: value for key, value in fault.items() if key not in _NOT_COMPARED}
             if fault["at"] == name and wanted.items() <= state.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megafrontier.parallel.env import RESTARTS
+from megafrontier.parallel.env import RESTARTS, ROUND
 from megafrontier.training.callbacks.base import Callback
 
 MOMENTS = "MEGAFRONTIER_TEST_MOMENTS"
@@ -16,7 +16,8 @@ MOMENTS = "MEGAFRONTIER_TEST_MOMENTS"
 
 class Dying(Callback):
     def at_start(self, trainer):
-        start, rank = int(os.environ[RESTARTS]), trainer.world.rank
+        start = sum(int(os.environ.get(name, "0")) for name in (RESTARTS, ROUND))
+        rank = trainer.world.rank
         folder = Path(trainer.config.run.directory)
         (folder / f"pid-{start}-{rank}").write_text(str(os.getpid()))
         self.victim, self.step, self.moment = json.loads(os.environ[MOMENTS])[start]

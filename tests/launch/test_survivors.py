@@ -84,7 +84,7 @@ def test_survivors_keep_their_process_between_steps_and_where_ranks_meet(
 def test_a_run_that_dies_in_the_same_place_is_given_up(folder, monkeypatch):
     """After `train.attempts` starts, whatever process they have."""
     done = train(monkeypatch, folder, "hopeless", 7 * [[1, 3, "forward"]], code=3)
-    assert done.stderr.count("3 of 4 ranks keep their process") == 5
+    assert done.stderr.count("3 of 4 ranks keep their process") >= 5, done.stderr
     assert "step 4: the last 5 attempts ended without getting past it" in done.stderr
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from megafrontier.launch.local import STORE_NAME
 from megafrontier.parallel.fault_injection import VARIABLE
 from tests import runs
 from tests.slurm.cluster import FAST, ROOT, Cluster, wait_until
@@ -96,14 +97,16 @@ class Job:
         self.cluster.run("scancel", self.number)
 
     def ranks(self) -> dict[int, int]:
-        """Process ids of its ranks that live, by rank. All nodes share this machine's."""
+        """Process ids of its ranks that live, by rank. All nodes share this machine's. A rank is
+        the child of its task, as the store of the first task is."""
         # Another cluster of this machine may have a job of the same number.
         wanted = {b"SLURM_JOB_ID": self.number, b"SLURM_CONF": str(self.cluster.config)}
         found = {}
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit() and (rank := _rank_of(folder, wanted)) is not None:
-                found[rank] = int(folder.name)
-        return found
+                found[int(folder.name)] = rank
+        tasks = {_parent_of(process) for process in found}
+        return {rank: process for process, rank in found.items() if process not in tasks}
 
     def kill_rank(self, rank: int) -> None:
         os.kill(self.ranks()[rank], signal.SIGKILL)
@@ -115,10 +118,18 @@ class Job:
                 os.kill(process, signal.SIGSTOP)
 
 
+def _parent_of(process: int) -> int:
+    with suppress(OSError):  # it has just ended
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
 def _rank_of(folder: Path, wanted: dict[bytes, str]) -> int | None:
     """The rank of a process that trains in a step with these variables; None of any other."""
     try:
         if b"megafrontier\0train" not in (folder / "cmdline").read_bytes():
+            return None
+        if (folder / "comm").read_text().strip() == STORE_NAME:
             return None
         words = (folder / "environ").read_bytes().split(b"\0")
     except OSError:  # it has just ended

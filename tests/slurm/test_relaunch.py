@@ -9,7 +9,8 @@ from tests.slurm.test_life import assert_finished
 
 
 def test_a_job_goes_on_without_a_killed_process_and_without_a_lost_node(training):
-    """In the same job, on its spare node, with the losses of an unbroken run to the bit."""
+    """In the same job, with the losses of an unbroken run to the bit: the killed rank in its old
+    task, while the other rank keeps its process, then all ranks on the spare node as well."""
 
     def first_steps():
         path = training.directory / "attempts.jsonl"
@@ -22,14 +23,19 @@ def test_a_job_goes_on_without_a_killed_process_and_without_a_lost_node(training
     training.wait_for_step(job, 6)
     assert len(job.nodes) == 3
     _, lost, spare = job.nodes
+    before = job.ranks()
     job.kill_rank(1)
     gate.let_pass(7)
     job.wait_until(lambda: len(first_steps()) == 2, "a step after the kill")
+    after = job.ranks()
+    assert (after[0], after[1] != before[1]) == (before[0], True)
+    assert "started again in this job" not in job.output
     training.cluster.cut(lost)
     gate.let_pass(STEPS)
     job.wait_until(lambda: len(first_steps()) == 3, "a step without the node")
     assert {lost, spare} & {*job.nodes} == {spare}
     assert_finished(training, job, restarts=0)
+    print([record["down_seconds"] for record in first_steps()[1:]], "s from failure to step")
     killed, cut = [line for line in job.output.splitlines() if line.startswith("restart: ")]
     assert killed.startswith(f"restart: rank 1 on {lost}: lost, no answer; back from step ")
     assert cut.startswith(f"restart: node {lost} was lost: ")

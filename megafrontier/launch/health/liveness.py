@@ -44,6 +44,12 @@ Stuck = list[tuple[int, str, str]]
 T = TypeVar("T")
 
 
+ABANDONED, STARTED_AGAIN = 0, -1
+"""Codes of alarms that no rank answers. ABANDONED ends the threads that wait for an alarm. After
+STARTED_AGAIN, the ranks abandon their groups: the rank that raised it has a new process, and
+`reason` says what has ended the old one."""
+
+
 @dataclass(frozen=True)
 class Alarm:
     """A problem that `rank` noticed. `code` is the exit code of all ranks if none is missing.

@@ -14,6 +14,8 @@ GIVE_UP_GROUPS = 20.0
 
 LEAVE_SECONDS = 10.0
 """From the order to abandon its groups until a rank has dropped its run. Then it is killed."""
+RETURN_SECONDS = LEAVE_SECONDS + 10.0
+"""After which a rank that has not come back where the others meet again is lost."""
 PARENT_SECONDS = 2.0
 """How long a rank with an error of its own waits for the word that another rank was lost."""
 

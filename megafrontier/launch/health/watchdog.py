@@ -21,6 +21,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ from pathlib import Path
 from megafrontier.comm.ledger import Ledger
 from megafrontier.common.errors import (
     BAD_NODE,
+    FINAL,
     LOST,
     FatalError,
     Unconnected,
@@ -37,6 +39,8 @@ from megafrontier.common.errors import (
 from megafrontier.launch import survivors
 from megafrontier.launch.health import excluded_nodes
 from megafrontier.launch.health.liveness import (
+    ABANDONED,
+    STARTED_AGAIN,
     Alarm,
     Answers,
     LivenessCheck,
@@ -49,12 +53,9 @@ from megafrontier.launch.health.peer_monitor import PeerMonitor
 from megafrontier.launch.health.stacks import arm_hard_timeout, hang_folder, write_stacks
 from megafrontier.launch.health.timeouts import LOCAL_GRACE, Timeouts
 from megafrontier.launch.rendezvous import ALL_PEERS
-from megafrontier.parallel.env import Identity
+from megafrontier.parallel.env import Identity, tasks_per_node
 from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.parallel.world import RankStatus
-
-ABANDONED = 0
-"""The code of the alarm that ends the threads that listen for one, and no rank."""
 
 
 class Watchdog:
@@ -86,6 +87,8 @@ class Watchdog:
         if liveness is not None:
             # A connection of its own: the main thread blocks the other one while ranks connect.
             self._liveness, self._status = liveness.clone(), liveness.status
+            if self._survivor is not None:
+                self._survivor.tell_parent(survivors.MET)
             if self._closed.is_set():  # the rank has been told to abandon its groups
                 return
             self._start_thread(self._listen, self._liveness.clone())
@@ -170,7 +173,7 @@ class Watchdog:
             # Until all other ranks wait for one that is stuck.
             time.sleep(self._timeouts.answer)
             self._raise_alarm(Alarm(rank, str(error), LOST, hang=True))
-        if survivor is None:  # otherwise the parent tells the others
+        if survivor is None or survivor.is_alone:  # otherwise the parent tells the others
             code = error.code if isinstance(error, FatalError) else 1
             self._raise_alarm(Alarm(rank, "", code))
 
@@ -222,13 +225,19 @@ class Watchdog:
         self._end(first or alarm)
 
     def _end(self, alarm: Alarm) -> None:
-        """Find out which ranks are alive, and leave. Returns only if the alarm is for this rank's
-        own error, which it prints itself."""
+        """Find out which ranks are alive, and leave. Returns only if the rank abandons its groups,
+        or if the alarm is for its own error, which it prints itself."""
         limits = self._timeouts
         if not self._ending.acquire(blocking=False):
-            time.sleep(5 * limits.storage)  # another thread ends the process
+            # Another thread ends the process, or the groups.
+            wait = time.sleep if self._survivor is None else self._survivor.wait
+            wait(5 * limits.storage)
             return
         arm_hard_timeout(6 * limits.answer + 6 * limits.storage)
+        if alarm.code == STARTED_AGAIN:
+            self._record(LOST, alarm.reason)  # the parent of the old process has printed it
+            self._leave(LOST)
+            return
         report = threading.Thread(target=self._write_report, daemon=True)
         if alarm.hang:
             report.start()
@@ -239,9 +248,9 @@ class Watchdog:
             report.join(limits.storage)
         if answers.missing:
             self._leave(*self._explain_lost(alarm, answers.missing), answers.missing)
-        if alarm.hang:
+        elif alarm.hang:
             self._leave(*self._explain_hang(alarm, answers))
-        if alarm.rank != self._identity.rank:
+        elif alarm.rank != self._identity.rank:
             # That rank prints its error first. This one may have met the same and keeps silent.
             time.sleep(4 * LOCAL_GRACE)
             self._record(alarm.code, f"rank {alarm.rank} failed with exit code {alarm.code}")
@@ -311,17 +320,32 @@ class Watchdog:
             call_with_timeout(self._timeouts.storage, lambda: self.on_end(code, line, lost))
 
     def _leave(self, code: int, line: str = "", lost: Missing = ()) -> None:
-        """End the process at once. To unwind the stack would wait for the `lost` ranks."""
+        """End the process at once: to unwind the stack would wait for the `lost` ranks. If the
+        process stays, abandon its groups."""
         is_first, first_is_lost = self._identity.rank == 0, bool(lost) and lost[0][0] == 0
+        survivor = self._survivor if self._stays(code, lost) else None
         try:
             # If rank 0 cannot print, two ranks a host do: one of them may be lost, too.
             if line and (is_first or (first_is_lost and self._identity.local_rank < 2)):
                 print_error(f"megafrontier: {line}")
             if line:
-                self._record(code, line, lost)
+                self._record(code, line, lost if survivor is None else ())
             sys.stdout.flush()
         finally:  # also if stdout is closed
-            os._exit(code)
+            if survivor is not None:
+                survivor.abandon()
+            else:
+                if self._survivor is not None:
+                    self._survivor.tell_parent(survivors.GIVES_UP)
+                os._exit(code)
+
+    def _stays(self, code: int, lost: Missing) -> bool:
+        """Whether this process goes on: not after an end that the ranks do not survive, nor if all
+        `lost` ranks of a node are, because no process can start there."""
+        if self._survivor is None or not self._survivor.is_alone or code in (*FINAL, BAD_NODE):
+            return False
+        most = max(Counter(host for _, host in lost).values(), default=0)
+        return most < max(2, tasks_per_node(os.environ))
 
 
 def _describe_waits(waiting: Stuck) -> str:
