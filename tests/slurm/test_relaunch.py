@@ -37,7 +37,9 @@ def test_a_job_goes_on_without_a_killed_process_and_without_a_lost_node(training
     assert_finished(training, job, restarts=0)
     print([record["down_seconds"] for record in first_steps()[1:]], "s from failure to step")
     killed, cut = [line for line in job.output.splitlines() if line.startswith("restart: ")]
-    assert killed.startswith(f"restart: rank 1 on {lost}: lost, no answer; back from step ")
+    assert killed.startswith(
+        f"restart: rank 1 on {lost} was lost: signal 9, Killed; back from step "
+    )
     assert cut.startswith(f"restart: node {lost} was lost: ")
 
 
