@@ -144,7 +144,7 @@ def launch(
             return fork_ranks(nproc, body)
         return fork_ranks_again(nproc, body, restarts, partial(_record_failure, directory))
     identity = identify(os.environ)
-    join = partial(_join_launchers_ranks, config, body, identity, check, directory)
+    join = partial(_join_launchers_ranks, config, body, check, directory)
     if directory is not None and may_start_again(identity):
         code = run_task(identity, join, partial(_record_failure, directory))
     else:
@@ -154,13 +154,10 @@ def launch(
 
 
 def _join_launchers_ranks(
-    config: Config,
-    body: Callable[[], int],
-    identity: Identity,
-    check: Check,
-    directory: Path | None,
+    config: Config, body: Callable[[], int], check: Check, directory: Path | None
 ) -> int:
     """Run `body` as one of a launcher's ranks, after `check`. Returns the exit code."""
+    identity = identify(os.environ)
     try:
         _call_or_refuse(partial(check_sockets, identity), identity, config.train.hang_seconds)
         checking = partial(check, identity.world_size)
