@@ -35,6 +35,13 @@ def train(monkeypatch, folder, name, moments, *faults, code=0):
     return done
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A busy machine may take long to write what a rank closes."""
+    for module in ("local", "survivors"):
+        monkeypatch.setattr(f"megafrontier.launch.{module}.LEAVE_SECONDS", 60.0)
+
+
 def pids(folder, starts):
     """The process of each rank, by start."""
     read = lambda *names: (folder / "-".join(["pid", *map(str, names)])).read_text()  # noqa: E731
