@@ -126,13 +126,14 @@ class Losses(Callback):
 @pytest.mark.usefixtures("copies_late")
 @pytest.mark.parametrize(
     ("sizes", "chosen"),
-    [((2, 2, 2), SPLITS), ((2, 2, 1), MUON), ((2, 2, 1), OFFLOAD)],
+    [((2, 2, 2), SPLITS), ((1, 2, 2), MUON), ((1, 2, 2), OFFLOAD)],
     ids=["splits", "muon, average and errors", "offload"],
 )
 def test_all_states_of_all_ranks_come_back_to_the_bit_without_one_of_the_nodes(
     config_file, tmp_path, memory, sizes, chosen
 ):
-    options = ("train.steps=5", "train.micro_batch=1", "evaluate.batches=0", *chosen)
+    pair = f"machine.levels.pair.size={sizes[0]}"
+    options = ("train.steps=5", "train.micro_batch=1", "evaluate.batches=0", pair, *chosen)
     config = runs.load(config_file, *options, memory.replace("every: 2", "every: 3"))
     (tmp_path / "run").mkdir()
 
@@ -157,7 +158,9 @@ def test_all_states_of_all_ranks_come_back_to_the_bit_without_one_of_the_nodes(
         mesh.world.barrier()
         return unbroken, train(mesh)
 
-    splits = resolve_plan(config, prod(sizes)).shape.splits
+    plan = resolve_plan(config, prod(sizes))
+    assert plan.default.error_feedback is ("partition.wires=low" in chosen)
+    splits = plan.shape.splits
     for (unbroken, kept, _), (losses, again, counts) in run_mesh(sizes, body, splits=splits):
         assert losses == {step: unbroken[step] for step in (4, 5)}
         assert again == kept
