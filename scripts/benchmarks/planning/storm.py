@@ -1,13 +1,14 @@
 """Kill ranks of a small run at random times, and print its goodput beside the formula's.
 
     python -m scripts.benchmarks.planning.storm OUT [--minutes 6] [--mtbf 30] [--every 20]
-        [--seed 0] [key=value …]
+        [--local 0] [--seed 0] [key=value …]
 
 `train --nproc 4 --restarts 1000` trains in OUT/run, a new folder. A drawn rank is killed after
 exponential times of `--mtbf` seconds in the mean, also while ranks start, for `--minutes`. Then the
 run is asked to stop. The formula (`megafrontier/plan/intervals.py`) gets what the run's own files
 say of the mean seconds of a step, of a save, and from a failure to the first new step. What it has
 to predict are the steps that failures lose, and so the goodput, from the first finished step on.
+With `--local` there are snapshots in this host's memory, which survive every kill.
 """
 
 import argparse
@@ -61,7 +62,8 @@ def run(arguments: argparse.Namespace) -> tuple[Path, int]:
     """Train in the storm. Returns the run's directory and the number of kills."""
     arguments.out.mkdir(parents=True)
     config, directory = write_inputs(arguments.out), arguments.out / "run"
-    words = [config, *SETTING, f"checkpoint.every={arguments.every}", *arguments.overrides]
+    words = [config, *SETTING, f"checkpoint.every={arguments.every}"]
+    words += [f"checkpoint.local.every={arguments.local}", *arguments.overrides]
     command = [sys.executable, "-m", "megafrontier", "train", "--nproc", str(RANKS)]
     with (
         (arguments.out / "output.txt").open("wb") as output,
@@ -78,17 +80,24 @@ def run(arguments: argparse.Namespace) -> tuple[Path, int]:
     return directory, kills
 
 
-def predict(directory: Path, found: Goodput, every: int, kills: int) -> tuple[FailureModel, float]:
-    """The model with the measured means, and the seconds of steps between two checkpoints."""
+def predict(
+    directory: Path, found: Goodput, every: int, kills: int, local: int = 0
+) -> tuple[FailureModel, float]:
+    """The model with the measured means, and the seconds of steps between two checkpoints. With
+    snapshots every `local` steps, all waiting for saves counts as theirs."""
     lines = [line for line in read_records(directory / "metrics.jsonl") if "step_seconds" in line]
     step = found.seconds["steps"] / len(lines)
     saves = [line["between_seconds"].get("saves", 0.0) for line in lines]
     # Some saves are complete only a few steps later: the time between steps includes these waits.
-    save = sum(saves) / max(1, len(lines) / every)
+    interval = local or every
+    save = sum(saves) / max(1, len(lines) / interval)
     between = found.seconds["other"] / len(lines)
     wall = found.wall - first_start(directory)
     start = (found.seconds["failures"] + found.seconds["starts"] - first_start(directory)) / kills
-    return FailureModel(wall / kills, start, SaveCost(save + between * every)), step * every
+    cost = SaveCost(save + between * interval)
+    if not local:
+        return FailureModel(wall / kills, start, cost), step * every
+    return FailureModel(wall / kills, start, SaveCost(0.0), cost, storage_share=0.0), step * every
 
 
 def first_start(directory: Path) -> float:
@@ -100,21 +109,21 @@ def first_start(directory: Path) -> float:
     )
 
 
-def report(directory: Path, every: int, kills: int) -> str:
+def report(directory: Path, every: int, kills: int, local: int = 0) -> str:
     """Measured beside predicted."""
     found = read_goodput(directory)
-    model, interval = predict(directory, found, every, kills)
+    model, interval = predict(directory, found, every, kills, local)
     wall = found.wall - first_start(directory)
-    measured, expected = found.seconds["steps"] / wall, model.goodput(interval)
-    best, _, best_goodput = model.best(interval / every)
+    step, save = interval / every, model.local or model.storage
+    local_every = local * step if local else None
+    measured, expected = found.seconds["steps"] / wall, model.goodput(interval, local_every)
     kinds = ", ".join(f"{kind} {found.seconds[kind] / found.wall:.1%}" for kind in KINDS[:-1])
     return (
         f"{kills} kills in {describe_seconds(wall)}, one every {model.mtbf:.1f} s; a start after "
-        f"a failure {model.start:.2f} s; a save {model.storage.stall:.3f} s, every {every} steps, "
-        f"{interval:.2f} s\n"
+        f"a failure {model.start:.2f} s; a save {save.stall:.3f} s, every {local or every} steps, "
+        f"{local_every or interval:.2f} s\n"
         f"measured: goodput {measured:.1%} ({kinds})\n"
-        f"formula:  goodput {expected:.1%}; best: {best_goodput:.1%} with a save every "
-        f"{best / interval * every:.0f} steps"
+        f"formula:  goodput {expected:.1%}"
     )
 
 
@@ -125,11 +134,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--mtbf", type=float, default=30.0, help="seconds between two kills")
     parser.add_argument("--every", type=int, default=20, help="steps between two checkpoints")
+    parser.add_argument("--local", type=int, default=0, help="steps between local snapshots")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     arguments = parser.parse_args(argv)
     directory, kills = run(arguments)
-    print(report(directory, arguments.every, kills))
+    print(report(directory, arguments.every, kills, arguments.local))
     return 0
 
 
