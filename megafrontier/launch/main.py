@@ -14,6 +14,7 @@ from megafrontier.common.errors import (
     LOST,
     STOPPED,
     FatalError,
+    NodesUnfit,
     PeersLost,
     RanksAbsent,
     RanksRefused,
@@ -38,7 +39,7 @@ from megafrontier.launch.local import (
 )
 from megafrontier.launch.rendezvous import check_sockets, refuse
 from megafrontier.launch.tasks import may_start_again, run_task
-from megafrontier.parallel.env import Identity, identify, starts_in_old_tasks
+from megafrontier.parallel.env import REPLACED, Identity, identify, starts_in_old_tasks
 from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.plan.assemble import initial_values
 from megafrontier.plan.describe import describe_kernels, describe_run
@@ -159,6 +160,8 @@ def _join_launchers_ranks(
     """Run `body` as one of a launcher's ranks, after `check`. Returns the exit code."""
     identity = identify(os.environ)
     try:
+        if directory is not None:
+            _refuse_listed_node(config, identity, directory)
         _call_or_refuse(partial(check_sockets, identity), identity, config.train.hang_seconds)
         checking = partial(check, identity.world_size)
         _call_or_refuse(checking, identity, config.train.hang_seconds)
@@ -171,6 +174,13 @@ def _join_launchers_ranks(
         if isinstance(error, RanksRefused) and directory is not None:
             error = excluded_nodes.exclude_refused(error, directory, identity)
         return report(error, speaks=identity.rank == 0)
+
+
+def _refuse_listed_node(config: Config, identity: Identity, directory: Path) -> None:
+    """End all ranks if this one starts again in a task on a node that the run excludes."""
+    if REPLACED in os.environ and identity.host in excluded_nodes.read(directory):
+        problem = NodesUnfit(f"{identity.host} is in {directory / excluded_nodes.FILE_NAME}")
+        refuse(identity, problem, Timeouts.of(identity.world_size, config.train.hang_seconds))
 
 
 def _record_failure(directory: Path, code: int, reason: str) -> None:

@@ -50,7 +50,7 @@ def run_task(
             if lost and identity.rank == 0:
                 on_failure(code, lost[0])
             number += 1
-            os.environ[REPLACED] = lost[0] if lost else ""
+            os.environ[REPLACED] = lost[0] if lost else f"rank {identity.rank} ended with {code}"
             os.environ[ROUND], os.environ[LAUNCHED] = str(number), str(time.time())
             task.gather()
 

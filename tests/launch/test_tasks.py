@@ -86,6 +86,15 @@ def test_ranks_that_do_not_all_come_back_end_so_that_the_script_starts_others(fo
     assert '"lost": [[1, ""]]' in text, "the script must not wait for it"
 
 
+def test_no_rank_starts_again_on_a_node_that_the_run_excludes(folder):
+    """All ranks end, and the script starts them on other nodes."""
+    (folder / "listed").mkdir()
+    (folder / "listed" / "bad-nodes.txt").write_text("n2\n")
+    codes, errors = step(folder, "listed", [[1, 3, "forward"]])
+    assert codes == [69, 69, 69], errors
+    assert "rank 1 on n2: n2 is in " in errors[0]
+
+
 def test_only_tasks_of_the_batch_script_start_again(monkeypatch):
     """Nothing else starts the ranks again if the tasks cannot."""
     identity = identify(environment(0, 1, ("n1", "n2", "n3")))
