@@ -175,17 +175,6 @@ class NodeFolder:
                 self._lock = _lock(self.path / "lock", fcntl.LOCK_SH)
                 break
 
-    def remove_abandoned(self, key: RunKey) -> None:
-        """Delete the folders of earlier jobs and of dead local processes of this user in `base`.
-        One rank of a node calls it."""
-        top = self.path.parent.parent
-        for path in [path for path in top.iterdir() if key.is_abandoned(path.name)]:
-            with suppress(OSError):
-                locks = [_lock(lock, fcntl.LOCK_EX) for lock in path.glob("*/lock")]
-                shutil.rmtree(path)
-                for lock in locks:
-                    lock.close()
-
     @property
     def held_bytes(self) -> int:
         """Bytes of all files of the run's snapshots on this node."""
@@ -270,6 +259,26 @@ def open_folders(
         if chosen is None:
             problems.append(problem)
     return folders, chosen, problems
+
+
+def remove_abandoned(base: Path, key: RunKey) -> None:
+    """Delete the folders of earlier jobs and of dead local processes of this user in `base`. One
+    rank of a node calls it."""
+    with suppress(OSError, UserError):
+        folder = base / f"megafrontier-{os.geteuid()}"
+        for path in users_folder(base).iterdir() if folder.exists() else ():
+            if key.is_abandoned(path.name):
+                _remove_unlocked(path)
+
+
+def _remove_unlocked(folder: Path) -> None:
+    """Delete the folder of a run, unless a process holds a lock in it."""
+    locks: list[IO[bytes]] = []
+    with suppress(OSError):
+        locks += [_lock(path, fcntl.LOCK_EX) for path in folder.glob("*/lock")]
+        shutil.rmtree(folder)
+    for lock in locks:
+        lock.close()
 
 
 def folder_of(base: Path, key: RunKey, host: str) -> Path:

@@ -31,6 +31,7 @@ from megafrontier.checkpoint.local.node_folder import (
     base_folders,
     decode_entry,
     open_folders,
+    remove_abandoned,
     stem_of,
 )
 from megafrontier.checkpoint.local.peers import (
@@ -118,6 +119,10 @@ class SnapshotStore:
         """Open the folders of this node, and choose one of those with room."""
         needed = self._ranks.bytes_on(self._host, config.copies)
         bases = base_folders(config.folder, os.environ)
+        if self._is_first_on_host:
+            for base in bases:
+                remove_abandoned(base, key)
+        self._world.barrier()  # before anybody looks for room
         found = self._world.run_on_all(
             partial(open_folders, bases, key, host, needed, config.folder != "auto")
         )
@@ -133,17 +138,9 @@ class SnapshotStore:
             self._info(f"warning: checkpoint.local: not the first folder: {around}")
         self.folder: NodeFolder | None = chosen if without is None else None
         """Where this node keeps snapshots; None without room on some node."""
-        if self._is_first_on_host:
-            for folder in self._folders:
-                folder.remove_abandoned(key)
         self._layout = self._world.run_on_all(
             lambda: self.folder.write_layout(layout) if self.folder else ""
         )
-
-    @property
-    def copies_to(self) -> str:
-        """Where the copies of this rank's shards go, empty without copies."""
-        return "" if self._partner is None else str(self._partner)
 
     # Writing
 
