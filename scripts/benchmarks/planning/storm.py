@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megafrontier.launch.local import STORE_NAME
 from megafrontier.plan.intervals import FailureModel, SaveCost
 from megafrontier.report.goodput import describe_seconds
 from megafrontier.training.goodput import KINDS, Goodput, read_goodput
@@ -38,9 +39,10 @@ def ranks_of(process: int) -> list[int]:
     """The process ids of the local ranks of a `train` command, those that run now."""
     try:
         listed = Path(f"/proc/{process}/task/{process}/children").read_text()
-    except OSError:
+        names = {int(word): Path(f"/proc/{word}/comm").read_text() for word in listed.split()}
+    except OSError:  # one has ended meanwhile
         return []
-    return [int(word) for word in listed.split()]
+    return [child for child, name in names.items() if name.strip() != STORE_NAME]
 
 
 def strike(train: subprocess.Popen[bytes], minutes: float, mtbf: float, seed: int) -> int:
