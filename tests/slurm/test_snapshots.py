@@ -2,11 +2,14 @@
 
 import re
 
+import pytest
+
 from tests import runs
 from tests.slurm.jobs import STEPS
 from tests.slurm.test_life import assert_finished
 
 
+@pytest.mark.exhaustive
 def test_a_job_without_any_checkpoint_survives_the_loss_of_a_process_and_of_a_node(
     training, tmp_path
 ):

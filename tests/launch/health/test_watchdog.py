@@ -83,7 +83,7 @@ def test_local_ranks_end_at_once_when_one_is_killed(folder, monkeypatch):
     assert len(runs.metrics(folder / "killed")) == 5
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_ranks_of_a_launcher_name_the_rank_that_was_killed(folder, victim):
     name = f"killed-{victim}"
     ended = launched(folder, name, [fault("step", victim, "kill", step=3)])

@@ -25,6 +25,9 @@ LLAMA = SHAPES["llama grouped, tied, longer texts"]
 LOSSES = 1
 """Graphs of the head."""
 MODES = ("none", "block", "selective")
+BY_MODE = pytest.mark.parametrize(
+    "mode", ["selective", *(pytest.param(m, marks=pytest.mark.exhaustive) for m in MODES[:2])]
+)
 DOCUMENTS = [[0, 5, 24, 48], [0, 24, 48], [0, 24, 25, 26, 27, 30, 48]]
 
 
@@ -41,9 +44,7 @@ def assert_near(ours, theirs):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "mode", ["selective", *(pytest.param(m, marks=pytest.mark.exhaustive) for m in MODES[:2])]
-)
+@BY_MODE
 def test_blocks_with_experts_share_a_graph_whatever_tokens_the_experts_get(mode, compiler):
     config = small_config(**LOSS)
     plain, model = (GPT(config, checkpointing=mode, compile_blocks=c) for c in (False, True))
@@ -56,7 +57,7 @@ def test_blocks_with_experts_share_a_graph_whatever_tokens_the_experts_get(mode,
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BY_MODE
 def test_one_graph_serves_all_blocks_and_any_number_of_documents(
     mode, compiler, make_model, tokens
 ):
