@@ -31,13 +31,11 @@ from megafrontier.checkpoint.format import (
 )
 from megafrontier.checkpoint.host_copy import HostCopy
 from megafrontier.checkpoint.sets import (
-    DTYPE_NAMES,
     FILES_PER_FOLDER,
     ShardSet,
     StoredUnit,
     decode_set,
-    distinct_states,
-    encode_set,
+    describe_set,
 )
 from megafrontier.checkpoint.shard_file import (
     ReadSlice,
@@ -255,9 +253,7 @@ def _write_own(unfinished: Path, manifest: Manifest, part: OwnShard, read: ReadS
 
 def _describe(unfinished: Path, shard_set: ShardSet) -> None:
     """Tell rank 0 about a set, of which it may have nothing itself."""
-    types = distinct_states([shard_set])
-    states = [{state: DTYPE_NAMES[dtype] for state, dtype in found} for found in types]
-    text = json.dumps([encode_set(shard_set, types), states])
+    text = json.dumps(describe_set(shard_set))
     (unfinished / SETS / f"{shard_set.name}.json").write_text(text, encoding="utf-8")
 
 

@@ -105,6 +105,13 @@ def _encode_entry(entry: BoxEntry) -> list[Any]:
     return [entry.name, list(entry.global_shape), entry.offset, *box]
 
 
+def describe_set(shard_set: ShardSet) -> list[Any]:
+    """A set alone as JSON: the arguments of `decode_set`."""
+    types = distinct_states([shard_set])
+    states = [{state: DTYPE_NAMES[dtype] for state, dtype in found} for found in types]
+    return [encode_set(shard_set, types), states]
+
+
 def decode_set(values: dict[str, Any], states: Sequence[Mapping[str, str]]) -> ShardSet:
     """The inverse of `encode_set`. `states`: the type names of each unit's states, by number."""
     types = [{state: DTYPES[name] for state, name in found.items()} for found in states]

@@ -26,6 +26,7 @@ from megafrontier.parallel.mesh import Splits
 from megafrontier.parallel.param_spec import ParamSpec, spec_of
 from megafrontier.partition import Placement
 from megafrontier.partition.modules.wrap import divide
+from megafrontier.partition.rules import StateRules
 from megafrontier.partition.unit import ROOT
 from megafrontier.pipeline.division import Division, keep_stages
 from megafrontier.plan.resolve import RunPlan, optimizer_groups
@@ -149,6 +150,13 @@ def master_itemsize(config: Config, optimizer: str) -> int:
     return OPTIMIZERS[optimizer].element_bytes() + sites + (4 if config.optimizer.ema else 0)
 
 
+def stored_itemsize(config: Config, plan: RunPlan, rules: StateRules, optimizer: str) -> int:
+    """Bytes in a checkpoint of each element of a unit with `rules`: `master_itemsize`, the
+    published weight with delta wires, and the bf16 error with error feedback."""
+    published = DTYPES[config.train.precision].itemsize if plan.have_deltas else 0
+    return master_itemsize(config, optimizer) + published + 2 * rules.error_feedback
+
+
 def buffer_gib(config: Config, plan: RunPlan, rank: int | None = None) -> float:
     """GiB of the buffers that a rank's units share, by formula: unsharded weights, unreduced
     gradients, messages, and those of an optimizer that needs whole matrices. Of a pipeline: its
@@ -224,13 +232,11 @@ def keeps_in_memory(config: Config) -> bool:
 
 def _stored_bytes(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -> float:
     """Bytes of a rank's part of a checkpoint."""
-    published = DTYPES[config.train.precision].itemsize if plan.have_deltas else 0
     total = 0.0
     for unit in units:
         levels, rules = plan.shape.over(unit.axes), plan.of(unit.axes)
         shards = prod(levels.sizes[: rules.placement.on(levels).optimizer])
-        itemsize = master_itemsize(config, unit.optimizer) + published
-        total += unit.numel / shards * (itemsize + 2 * rules.error_feedback)
+        total += unit.numel / shards * stored_itemsize(config, plan, rules, unit.optimizer)
     return total
 
 

@@ -4,6 +4,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.local.peers import Peer
 from megafrontier.checkpoint.save import OwnShard
-from megafrontier.checkpoint.sets import DTYPE_NAMES, decode_set, distinct_states, encode_set
+from megafrontier.checkpoint.sets import decode_set, describe_set
 from megafrontier.common.addresses import ADDRESS_WORDS, address_of, address_words
 from megafrontier.parallel.world import World
 
@@ -24,7 +25,7 @@ class Ranks:
     peers: Sequence[Peer]
     shard_bytes: Sequence[int]
 
-    @property
+    @cached_property
     def hosts(self) -> list[int]:
         """The numbers of the nodes, in rank order."""
         return list(dict.fromkeys(peer.host for peer in self.peers))
@@ -66,7 +67,7 @@ def meet(
     own: this rank's number of its node, address and port. Returns all ranks, the sets of all shards
     as JSON (sorted by name) and rank 0's `about`.
     """
-    sets = [_describe(part) for part in shards if part.is_writer and part.index == 0]
+    sets = [describe_set(part.shard_set) for part in shards if part.is_writer and part.index == 0]
     is_speaking = bool(sets) or about is not None  # thousands of ranks have nothing to say
     said = json.dumps({"sets": sets, "about": about}).encode()
     text = zlib.compress(said) if is_speaking else b""
@@ -92,12 +93,6 @@ def _ranks(rows: torch.Tensor) -> Ranks:
         peers.append(Peer(rank, int(row[0]), address_of(address), int(port)))
         sizes.append(int(size))
     return Ranks(peers, sizes)
-
-
-def _describe(part: OwnShard) -> list[Any]:
-    types = distinct_states([part.shard_set])
-    states = [{state: DTYPE_NAMES[dtype] for state, dtype in found} for found in types]
-    return [encode_set(part.shard_set, types), states]
 
 
 def layout_of(sets: Sequence[Any], about: Mapping[str, Any]) -> Manifest:

@@ -108,7 +108,8 @@ def search(
     writers = [(s.name, index) for s in manifest.sets for index in range(s.num_shards)]
     here = {entry.writer for entry in own.of_generation(key) if entry.layout == layout}
     # Both the highest and the lowest rank: those of two nodes, if two hold a shard.
-    count, place = ranks.per_host, world.rank % ranks.per_host
+    count = ranks.per_host
+    place = world.rank % count
     marks = torch.zeros(2, len(writers), dtype=torch.int32)
     for number, writer in enumerate(writers):
         # The ranks of a node answer for it in turn.

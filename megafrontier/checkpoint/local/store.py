@@ -45,6 +45,7 @@ from megafrontier.checkpoint.local.search import Held, OwnEntries, search
 from megafrontier.checkpoint.local.slots import Slots
 from megafrontier.checkpoint.local.snapshot import Snapshot, Sources, Writer
 from megafrontier.checkpoint.save import OwnShard
+from megafrontier.checkpoint.sets import ShardSet
 from megafrontier.checkpoint.shard_file import file_size
 from megafrontier.common.addresses import own_address
 from megafrontier.common.errors import FatalError
@@ -89,12 +90,8 @@ class SnapshotStore:
         receiver = ShardReceiver(self._receive, self._receive_entry, self._find)
         address = own_address(identity.rendezvous, os.environ)
         self._server = world.run_on_all(partial(PeerServer, receiver, address))
-        blank = Manifest(0, 0, id=_id_of("", 0))
-        size = sum(
-            file_size(blank, part.shard_set, part.index) + _GROWTH
-            for part in shards
-            if part.is_writer
-        )
+        writers = [part for part in shards if part.is_writer]
+        size = sum(_most_bytes(part.shard_set, part.index) for part in writers)
         own = identity.host_number, address, self._server.port
         self._ranks, sets, said = meet(world, own, shards, size, about)
         self._start: str = said["start"]
@@ -201,8 +198,7 @@ class SnapshotStore:
         shard_set = self._sets.get(incoming.set_name)
         if self.folder is None or shard_set is None or incoming.number >= shard_set.num_shards:
             raise ValueError("no shard of this start")
-        blank = Manifest(0, 0, id=_id_of("", 0))
-        if not 0 < incoming.size <= file_size(blank, shard_set, incoming.number) + _GROWTH:
+        if not 0 < incoming.size <= _most_bytes(shard_set, incoming.number):
             raise ValueError(f"{incoming.size} bytes, another size than the shard has")
         writer = (incoming.set_name, incoming.number)
         slots = self._slots_of(self._received, writer)
@@ -312,6 +308,11 @@ def _begin(directory: Path, is_new: Callable[[], bool], fixed: Mapping[str, Any]
     run = path.read_text(encoding="utf-8").strip()
     tokens = {"start": secrets.token_hex(8), "token": secrets.token_hex(16)}
     return {"run": run, "fixed": dict(fixed), **tokens}
+
+
+def _most_bytes(shard_set: ShardSet, index: int) -> int:
+    """Bytes of a shard's file, at any step."""
+    return file_size(Manifest(0, 0, id=_id_of("", 0)), shard_set, index) + _GROWTH
 
 
 def _id_of(start: str, step: int) -> str:

@@ -13,11 +13,10 @@ from megafrontier.checkpoint.folder import Deletions
 from megafrontier.checkpoint.format import CheckpointWriteError
 from megafrontier.checkpoint.save import PendingSave
 from megafrontier.checkpoint.states import States, engine_states, persistent_buffers, start_save
-from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.common.errors import RunFailed, StorageFailed
 from megafrontier.config import Config, config_to_dict
 from megafrontier.data.tokenizers.tokenizer import save_cached_tokenizer
-from megafrontier.plan.footprint import master_itemsize
+from megafrontier.plan.footprint import stored_itemsize
 from megafrontier.plan.resolve import RunPlan, optimizer_groups
 from megafrontier.plan.saves import minutes_between_saves
 from megafrontier.training.callbacks.base import Callback, is_due
@@ -32,13 +31,9 @@ def checkpoint_root(config: Config) -> Path:
 
 
 def checkpoint_bytes(config: Config, plan: RunPlan) -> int:
-    """Bytes of one checkpoint: for each parameter the fp32 weight, the states of the optimizer and
-    of the exchange between sites, the published weight with delta wires, and the bf16 error with
-    error feedback."""
-    published = DTYPES[config.train.precision].itemsize if plan.have_deltas else 0
-    others = published + (2 if plan.default.error_feedback else 0)
+    """Bytes of one checkpoint, as if all units had the default rules."""
     return sum(
-        prod(spec.shape) * (master_itemsize(config, optimizer) + others)
+        prod(spec.shape) * stored_itemsize(config, plan, plan.default, optimizer)
         for optimizer, specs in optimizer_groups(config).by_optimizer().items()
         for spec in specs
     )
