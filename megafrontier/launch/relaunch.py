@@ -54,6 +54,7 @@ from megafrontier.training.resume.restarts import (
     find_outage,
     read_records,
     record_failure,
+    start_seconds,
 )
 
 _LISTED = "in bad-nodes.txt"
@@ -151,8 +152,7 @@ def why_too_late(
         left = datetime.fromisoformat(job["EndTime"]).timestamp() - now
     except (KeyError, ValueError):  # no time limit
         return None
-    measured = [float(r["start_seconds"]) for r in records if "start_seconds" in r]
-    needed = max(measured[-3:], default=START_SECONDS) + SIGNAL_SECONDS
+    needed = max(start_seconds(records)[-3:], default=START_SECONDS) + SIGNAL_SECONDS
     if left > needed:
         return None
     return f"{left:.0f} s are left, need {needed:.0f} s for a start and the stop signal"
@@ -299,7 +299,7 @@ def place(arguments: argparse.Namespace) -> tuple[list[str], str]:
     chosen = choose(nodes.all, unfit, last, count)
     left = f"{len(nodes.all) - len(unfit)} of {count} nodes are left"
     if not chosen and arguments.elastic:
-        count = _fewer_nodes(arguments, len(nodes.all) - len(unfit))
+        count = _most_nodes(arguments, len(nodes.all) - len(unfit))
         chosen = choose(nodes.all, unfit, last, count) if count else []
         reason += f"{'; ' if reason else ''}{left}, {count} go on (train.elastic)"
     if not chosen:
@@ -325,10 +325,10 @@ def can_grow(arguments: argparse.Namespace) -> bool:
     training = len(nodes.all) - len(arguments.left_out.split(","))
     answering = len(ask_nodes(asked, others, len(asked)))
     most = min(training + answering, len(nodes.all) - arguments.spares)
-    return _fewer_nodes(arguments, most) > training
+    return _most_nodes(arguments, most) > training
 
 
-def _fewer_nodes(arguments: argparse.Namespace, most: int) -> int:
+def _most_nodes(arguments: argparse.Namespace, most: int) -> int:
     from megafrontier.launch.elastic import most_nodes  # torch takes seconds to import
 
     return most_nodes(arguments.config, arguments.overrides, arguments.elastic, most)

@@ -12,7 +12,12 @@ from megafrontier.plan.resolve import RunPlan
 from megafrontier.plan.saves import duration, minutes_between_saves
 from megafrontier.planner.search import CandidateLayout
 from megafrontier.training.callbacks.save import checkpoint_bytes
-from megafrontier.training.resume.restarts import FILE_NAME, START_SECONDS, read_records
+from megafrontier.training.resume.restarts import (
+    FILE_NAME,
+    START_SECONDS,
+    read_records,
+    start_seconds,
+)
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,7 @@ class Failures:
     @classmethod
     def of(cls, config: Config, nodes: int, mtbf_hours: float) -> "Failures":
         """With the starts that the run's attempts.jsonl has measured, if it has any."""
-        records = read_records(Path(config.run.directory) / FILE_NAME)
-        measured = [float(r["start_seconds"]) for r in records if "start_seconds" in r]
+        measured = start_seconds(read_records(Path(config.run.directory) / FILE_NAME))
         seconds = median(measured) if measured else START_SECONDS
         return cls(mtbf_hours, nodes, seconds, bool(measured))
 

@@ -6,7 +6,7 @@ from textwrap import fill
 from typing import Any
 
 from megafrontier.report.read import Run
-from megafrontier.training.goodput import KINDS, TimeSpan, sum_by_kind
+from megafrontier.training.goodput import BETWEEN, KINDS, TimeSpan, seconds_in_jobs, sum_by_kind
 
 COLOURS = {
     "steps": "#0072B2",
@@ -20,13 +20,10 @@ COLOURS = {
 }
 NAMES = {"repeated": "steps done again", "other": "between steps", "queued": "between jobs"}
 """Of kinds whose own name says too little."""
-_UNITS = {"days": 172800.0, "hours": 7200.0, "minutes": 120.0, "seconds": 0.0}
-"""Of the axis, and from which length on."""
 _SECONDS = {"days": 86400.0, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 _PIXELS = 1000
 _LEAST_LABEL, _LEAST_NAMED = 0.05, 0.001
 """Of the time in jobs: a share that is written on its bar, and one that the legend names."""
-_SMALL = frozenset(("saves", "evaluation", "other"))
 
 
 def goodput_rows(runs: Sequence[Run]) -> dict[str, list[str]]:
@@ -43,7 +40,7 @@ def goodput_rows(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def _share(seconds: dict[str, float], kind: str, with_wall: bool = False) -> str:
-    wall = sum(seconds.values()) - seconds["queued"]
+    wall = seconds_in_jobs(seconds)
     if not (wall and seconds[kind]):
         return ""
     length = describe_seconds(wall if with_wall else seconds[kind])
@@ -59,7 +56,7 @@ def describe_seconds(seconds: float) -> str:
 
 
 def _unit(seconds: float) -> str:
-    return next(unit for unit, least in _UNITS.items() if seconds >= least)
+    return next((unit for unit, one in _SECONDS.items() if seconds >= 2 * one), "seconds")
 
 
 def draw_spans(figure: Any, axes: Sequence[Any], runs: Sequence[Run]) -> None:
@@ -94,7 +91,7 @@ def _drawn(spans: Sequence[TimeSpan], pixel: float) -> Iterator[tuple[str, float
     if not spans:
         return
     first = spans[0].begin
-    small = [span.kind in _SMALL and span.seconds < pixel for span in spans]
+    small = [span.kind in BETWEEN and span.seconds < pixel for span in spans]
     kinds = [
         "steps" if is_small else span.kind for span, is_small in zip(spans, small, strict=True)
     ]
@@ -104,7 +101,7 @@ def _drawn(spans: Sequence[TimeSpan], pixel: float) -> Iterator[tuple[str, float
 
 
 def _draw_sums(axis: Any, row: int, seconds: dict[str, float]) -> None:
-    wall, left = sum(seconds.values()) - seconds["queued"], 0.0
+    wall, left = seconds_in_jobs(seconds), 0.0
     for kind in KINDS[:-1]:
         share = seconds[kind] / wall if wall else 0.0
         axis.barh(row, share, 0.8, left=left, color=COLOURS[kind])

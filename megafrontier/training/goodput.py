@@ -14,7 +14,7 @@ that a failure interrupts counts as failure. Time between two jobs is "queued", 
 the goodput, which is the seconds of steps over the seconds of all jobs.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -63,7 +63,7 @@ class Goodput:
     @property
     def wall(self) -> float:
         """Seconds in jobs."""
-        return sum(self.seconds.values()) - self.seconds["queued"]
+        return seconds_in_jobs(self.seconds)
 
     @property
     def share(self) -> float:
@@ -87,6 +87,11 @@ def goodput_of(records: Iterable[RestartRecord], lines: Iterable[RestartRecord])
     seconds = sum_by_kind(_divide(starts, lines))
     jobs = 1 + sum(before.job != after.job for before, after in pairwise(starts))
     return Goodput(seconds, len(starts), jobs if starts else 0)
+
+
+def seconds_in_jobs(seconds: Mapping[str, float]) -> float:
+    """Of the seconds of each of KINDS, those that the run had a job."""
+    return sum(seconds.values()) - seconds["queued"]
 
 
 def sum_by_kind(spans: Iterable[TimeSpan]) -> dict[str, float]:

@@ -294,6 +294,11 @@ def newest_step(metrics: Path) -> RestartRecord | None:
     return next((line for line in _newest_lines(metrics) if "step_seconds" in line), None)
 
 
+def start_seconds(records: Iterable[RestartRecord]) -> list[float]:
+    """What starts have taken from the launch to their first finished step, in order."""
+    return [float(record["start_seconds"]) for record in records if "start_seconds" in record]
+
+
 def launched_at() -> float:
     """When these ranks were launched, in seconds since 1970: by what has started them, or else when
     this process began."""

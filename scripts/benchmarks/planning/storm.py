@@ -24,7 +24,7 @@ from megafrontier.launch.local import STORE_NAME
 from megafrontier.plan.intervals import FailureModel, SaveCost
 from megafrontier.report.goodput import describe_seconds
 from megafrontier.training.goodput import KINDS, Goodput, read_goodput
-from megafrontier.training.resume.restarts import FILE_NAME, read_records
+from megafrontier.training.resume.restarts import FILE_NAME, read_records, start_seconds
 from scripts.benchmarks.shared.inputs import write_inputs
 
 RANKS = 4
@@ -104,11 +104,7 @@ def predict(
 
 def first_start(directory: Path) -> float:
     """Seconds from the first launch until the first step was finished."""
-    return next(
-        float(record["start_seconds"])
-        for record in read_records(directory / FILE_NAME)
-        if "start_seconds" in record
-    )
+    return start_seconds(read_records(directory / FILE_NAME))[0]
 
 
 def report(directory: Path, every: int, kills: int, local: int = 0) -> str:
