@@ -326,9 +326,7 @@ def _read_epoch(config: Config, part: CorpusPart) -> ReadTokens:
 
 def _expected_epoch(config: Config, number: int, part: CorpusPart) -> ReadTokens:
     """The same of the `number`-th corpus that `write_corpora` writes."""
-    written, sizes, mask = random_corpus(
-        config.model.vocab_size, number, config.data.packing != "none"
-    )
+    written, sizes, mask = random_corpus(config, number)
     tokens = written.astype(np.int64)
     data, length = config.data, config.model.sequence_length
     share = 1.0 if data.valid else data.split[0] / sum(data.split)

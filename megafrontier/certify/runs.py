@@ -182,9 +182,8 @@ def _last_line(log: Path) -> str:
 
 def write_corpora(config: Config) -> None:
     """Write the corpora that a miniature names."""
-    packs = config.data.packing != "none"
     for number, corpus in enumerate([*config.data.train, *config.data.valid]):
-        _write(corpus, random_corpus(config.model.vocab_size, number, packs))
+        _write(corpus, random_corpus(config, number))
 
 
 def _write(corpus: CorpusConfig, found: tuple[NDArray, NDArray, NDArray]) -> None:
@@ -195,18 +194,17 @@ def _write(corpus: CorpusConfig, found: tuple[NDArray, NDArray, NDArray]) -> Non
         writer.publish()
 
 
-def random_corpus(
-    vocabulary: int, seed: int, packs: bool = False
-) -> tuple[NDArray, NDArray, NDArray]:
-    """Tokens, the sizes of documents, and which tokens are targets. A third of the documents is
-    shorter than a quarter of a sequence, a third longer than one. If a sequence `packs` documents,
-    the others are longer than a half, so that many sequences end with padding."""
-    random = np.random.default_rng(seed)
+def random_corpus(config: Config, number: int) -> tuple[NDArray, NDArray, NDArray]:
+    """Of the `number`-th corpus: tokens, the sizes of documents, and which tokens are targets. A
+    third of the documents is shorter than a quarter of a sequence, a third longer than one. With
+    `data.packing` the others are longer than a half, so that many sequences end with padding."""
+    random, vocabulary = np.random.default_rng(number), config.model.vocab_size
+    shortest = LENGTH // 4 if config.data.packing == "none" else LENGTH // 2 + 2
     sizes: list[int] = []
     while sum(sizes) < TOKENS:
         sizes += [
             int(random.integers(1, LENGTH // 4)),
-            int(random.integers(LENGTH // 2 + 2 if packs else LENGTH // 4, LENGTH)),
+            int(random.integers(shortest, LENGTH)),
             int(random.integers(LENGTH, 3 * LENGTH)),
         ]
     total = sum(sizes)

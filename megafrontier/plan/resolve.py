@@ -190,7 +190,8 @@ def micro_batches_of(config: Config, plan: RunPlan) -> int:
     Raises UserError if a batch does not divide, or is too large.
     """
     train, size = config.train, plan.shape.over(("data",)).ranks
-    BatchSizes.of(train).check(train.micro_batch, size, train.elastic)
+    if not train.elastic:
+        BatchSizes.of(train).check(train.micro_batch, size)
     number = -(-train.global_batch // (train.micro_batch * size))
     fits = f"need at most {_MOST_MICRO_BATCHES * train.micro_batch * size} on {size} data ranks"
     need(number <= _MOST_MICRO_BATCHES, "train.global_batch", train.global_batch, fits)

@@ -64,11 +64,8 @@ class BatchSizes:
             found["train.batch_warmup.step_by"] = self.warmup.step_by
         return found
 
-    def check(self, micro_batch: int, data_size: int, is_elastic: bool = False) -> None:
-        """Raises UserError if a step does not divide into micro-batches, equally many on all ranks
-        unless the run `is_elastic`."""
-        if is_elastic:
-            return  # a configuration's batch is a multiple of its micro-batch
+    def check(self, micro_batch: int, data_size: int) -> None:
+        """Raises UserError if a step does not divide into micro-batches on all ranks."""
         at_a_time = micro_batch * data_size
         for key, size in self._multiples.items():
             if size % at_a_time:

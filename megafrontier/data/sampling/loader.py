@@ -58,7 +58,8 @@ class Loader:
     ) -> None:
         """sizes: of this run's batches. share: of one of several sites; default: all samples."""
         self.samples = samples
-        sizes.check(micro_batch, dp_size, is_elastic)
+        if not is_elastic:  # with any number of ranks, a batch divides into micro-batches
+            sizes.check(micro_batch, dp_size)
         self._own_sizes, self._micro_batch = sizes, micro_batch
         self._sizes = sizes if share is None else BatchSizes(share.of_all)
         self._first = 0 if share is None else share.first
