@@ -3,8 +3,11 @@
 import json
 import random
 
+import pytest
+
+from megafrontier.certify.certificate import Finding
 from megafrontier.plan.refuse import check_layout
-from scripts.compose import build, draw, findings, finished
+from scripts.compose import beside_rounding, build, draw, findings, finished
 
 
 def test_a_case_is_drawn_again_from_its_name_and_both_layouts_can_run(tmp_path):
@@ -20,6 +23,17 @@ def test_a_layout_that_cannot_end_is_a_finding(tmp_path):
     layouts[0]["ranks"] += 1  # the levels do not hold so many
     (found,) = [f for f in findings(values, layouts, tmp_path) if f.status == "broken"]
     assert (found.promise, "machine.levels" in found.where) == ("runs end well", True)
+
+
+@pytest.mark.parametrize(
+    ("figure", "bound", "status"),
+    [(2e-5, 1e-5, "proved"), (9e-5, 1e-5, "broken"), (5e-3, 1e-5, "broken"), (1e-9, 0.0, "broken")],
+)
+def test_a_gap_is_a_fault_unless_one_process_has_nearly_the_same_to_itself(figure, bound, status):
+    finding = Finding("every gradient", "broken", figure, bound)
+    assert beside_rounding(finding, rounding=8e-6).status == status
+    large = Finding("every gradient", "broken", 2e-3, 1e-5)
+    assert beside_rounding(large, rounding=1.0).status == "broken"
 
 
 def test_cases_in_the_file_are_not_run_again(tmp_path):
