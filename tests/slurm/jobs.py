@@ -108,6 +108,10 @@ class Job:
         tasks = {_parent_of(process) for process in found}
         return {rank: process for process, rank in found.items() if process not in tasks}
 
+    def node_of(self, rank: int) -> str:
+        """Where the rank lives."""
+        return _variables_of(Path(f"/proc/{self.ranks()[rank]}"))[b"SLURMD_NODENAME"].decode()
+
     def kill_rank(self, rank: int) -> None:
         os.kill(self.ranks()[rank], signal.SIGKILL)
 
@@ -131,14 +135,18 @@ def _rank_of(folder: Path, wanted: dict[bytes, str]) -> int | None:
             return None
         if (folder / "comm").read_text().strip() == STORE_NAME:
             return None
-        words = (folder / "environ").read_bytes().split(b"\0")
+        variables = _variables_of(folder)
     except OSError:  # it has just ended
         return None
-    variables = dict(word.split(b"=", 1) for word in words if b"=" in word)
     if any(variables.get(name) != value.encode() for name, value in wanted.items()):
         return None
     # srun and the batch script, which have the job's variables too, are in no step.
     return int(variables[b"SLURM_PROCID"]) if b"SLURM_STEP_ID" in variables else None
+
+
+def _variables_of(folder: Path) -> dict[bytes, bytes]:
+    words = (folder / "environ").read_bytes().split(b"\0")
+    return dict(word.split(b"=", 1) for word in words if b"=" in word)
 
 
 class Gate:

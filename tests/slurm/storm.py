@@ -1,24 +1,31 @@
 """A fault storm: kills at random moments of one run, which has to end as if nothing had been.
 
-    python -m tests.slurm.storm [--kills 50] [--seed 0]
+    python -m tests.slurm.storm [--kills 50] [--nodes 0] [--seed 0]
 
-Each kill takes one rank, while it starts, in a step, or while a checkpoint is half written. Needs
-root and Slurm, see cluster.py.
+Each kill takes one rank, while it starts, in a step, or while a checkpoint is half written. With
+`--nodes` the run has as many spare nodes, which are lost one after another, and goes on from
+snapshots in the nodes' memory (`checkpoint.local`), never from the storage. Needs root and Slurm,
+see cluster.py.
 """
 
 import argparse
 import random
+import re
+import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import tests.conftest  # noqa: F401 (one thread, so that this process may fork ranks)
+from megafrontier.training.resume.restarts import FILE_NAME, RestartRecord, read_records
+from tests import runs
 from tests.slurm.cluster import boot, wait_until, why_not
 from tests.slurm.jobs import PATIENCE_SECONDS, Job, SubmittedRuns, make_configs, unbroken
 
 MOMENTS = ("start", "step", "save")
 STEPS_A_KILL = 3
+TRAINING_NODES = 4
 STEPS_A_SAVE = 2
 START_SECONDS = 8.0
 
@@ -68,9 +75,67 @@ def strike(training: SubmittedRuns, job: Job, moment: str, rng: random.Random) -
     return 0
 
 
+def storm_in_memory(training: SubmittedRuns, kills: int, losses: int, seed: int) -> None:
+    """Kill so many ranks and cut so many nodes, in random order, each in a step. Fails unless the
+    run ends in its first job with the losses of an unbroken run to the bit, each failure loses at
+    most the steps between two snapshots, and nothing is read from the storage."""
+    rng, ranks = random.Random(seed), TRAINING_NODES * training.ranks_per_node
+    events = ["rank"] * kills + ["node"] * losses
+    rng.shuffle(events)
+    overrides = (f"train.steps={20 + 2 * STEPS_A_KILL * len(events)}", "train.global_batch=8")
+    memory = training.directory.with_name("memory")
+    memory.mkdir()
+    training.slow_down()
+    job = training.submit(
+        *overrides, "train.attempts=0", "checkpoint.every=50", f"run.spare_nodes={losses}",
+        f"checkpoint.local.every={STEPS_A_SAVE}", f"checkpoint.local.folder={memory}",
+        options=(f"--nodes={TRAINING_NODES}", "--time=120"),
+    )  # fmt: skip
+    path = training.directory / FILE_NAME
+    for number, event in enumerate(events, 1):
+        job.wait_until(lambda: len(_first_steps(path)) == number, f"failure {number}")  # noqa: B023
+        for _ in range(rng.randint(2, 1 + STEPS_A_KILL)):
+            training.wait_for_a_step_more(job)
+        time.sleep(rng.uniform(0, 0.5))
+        if event == "rank":
+            job.kill_rank(rng.randrange(ranks))
+        else:  # not the first node, which has the batch script
+            training.cluster.cut(job.node_of(rng.randrange(training.ranks_per_node, ranks)))
+        print(f"{number} of {len(events)}: a {event}, {len(training.losses)} steps", flush=True)
+    job.wait_until(lambda: len(_first_steps(path)) == len(events) + 1, "the last start")
+    training.speed_up()
+    assert job.ended() == "COMPLETED", job.output
+    assert job.restarts == 0, "the same job"
+    _say_costs(events, _first_steps(path)[1:])
+    assert training.losses == unbroken(training.config, ranks, *overrides)
+    resumed = re.findall(r"resumed from (.*)", runs.log(training.directory))
+    assert len(resumed) >= len(events)
+    assert all(" 0 from storage" in line for line in resumed), resumed
+
+
+def _first_steps(path: Path) -> list[RestartRecord]:
+    records = read_records(path) if path.exists() else []
+    return [record for record in records if "first_step" in record]
+
+
+def _say_costs(events: list[str], steps: list[RestartRecord]) -> None:
+    for kind in ("rank", "node"):
+        found = [step for event, step in zip(events, steps, strict=True) if event == kind]
+        seconds = sorted(step["down_seconds"] for step in found)
+        lost = max((step["lost_steps"] for step in found), default=0)
+        if found:
+            print(
+                f"{kind}: {len(found)} lost, {statistics.median(seconds):.1f} s in the median from "
+                f"the failure to the end of the next step, {seconds[-1]:.1f} at most; at most "
+                f"{lost} steps lost"
+            )
+        assert lost <= STEPS_A_SAVE, found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kills", type=int, default=50, help="default: 50")
+    parser.add_argument("--nodes", type=int, default=0, help="nodes that are lost too; default: 0")
     parser.add_argument("--seed", type=int, default=0, help="of moments and victims; default: 0")
     arguments = parser.parse_args()
     reason = why_not()
@@ -78,12 +143,16 @@ def main() -> int:
         print(f"no Slurm here: {reason}", file=sys.stderr)
         return 2
     begin = time.monotonic()
+    nodes = TRAINING_NODES + arguments.nodes if arguments.nodes else 2
     with tempfile.TemporaryDirectory(prefix="storm-") as name:
         folder = Path(name)
         (folder / "slurm").mkdir()
-        with boot(folder / "slurm", nodes=2) as cluster:
+        with boot(folder / "slurm", nodes) as cluster:
             training = SubmittedRuns(cluster, make_configs(folder), folder / "run").with_ranks(2)
-            storm(training, arguments.kills, arguments.seed)
+            if arguments.nodes:
+                storm_in_memory(training, arguments.kills, arguments.nodes, arguments.seed)
+            else:
+                storm(training, arguments.kills, arguments.seed)
     seconds = time.monotonic() - begin
     print(f"{arguments.kills} kills, {seconds:.0f} s: the losses of an unbroken run to the bit")
     return 0

@@ -10,7 +10,8 @@ from tests.slurm.test_life import assert_finished
 
 def test_a_job_goes_on_without_a_killed_process_and_without_a_lost_node(training):
     """In the same job, with the losses of an unbroken run to the bit: the killed rank in its old
-    task, while the other rank keeps its process, then all ranks on the spare node as well."""
+    task, while the other rank keeps its process, then all ranks, one on a spare node. Another spare
+    node is left, which srun excludes."""
 
     def first_steps():
         path = training.directory / "attempts.jsonl"
@@ -18,11 +19,11 @@ def test_a_job_goes_on_without_a_killed_process_and_without_a_lost_node(training
         return [record for record in map(json.loads, lines) if "first_step" in record]
 
     gate = training.gate()
-    job = training.submit("run.spare_nodes=1", **gate.environment)
+    job = training.submit("run.spare_nodes=2", **gate.environment)
     gate.let_pass(6)
     training.wait_for_step(job, 6)
-    assert len(job.nodes) == 3
-    _, lost, spare = job.nodes
+    assert len(job.nodes) == 4
+    _, lost, *spare = job.nodes
     before = job.ranks()
     job.kill_rank(1)
     gate.let_pass(7)
@@ -33,7 +34,7 @@ def test_a_job_goes_on_without_a_killed_process_and_without_a_lost_node(training
     training.cluster.cut(lost)
     gate.let_pass(STEPS)
     job.wait_until(lambda: len(first_steps()) == 3, "a step without the node")
-    assert {lost, spare} & {*job.nodes} == {spare}
+    assert {lost, *spare} & {*job.nodes} == {*spare}
     assert_finished(training, job, restarts=0)
     print([record["down_seconds"] for record in first_steps()[1:]], "s from failure to step")
     killed, cut = [line for line in job.output.splitlines() if line.startswith("restart: ")]

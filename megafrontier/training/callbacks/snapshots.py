@@ -19,7 +19,8 @@ LAST_SECONDS = 5.0
 
 
 class Snapshots(Callback):
-    """Takes a snapshot every `checkpoint.local.every` steps.
+    """Takes a snapshot every `checkpoint.local.every` steps, and one at the start of a run that has
+    resumed: of the one that it has resumed from, a lost node may have held copies.
 
     A thread copies the shards to the node's memory under the next forward and backward, before the
     next update changes them, and checks, publishes and sends the copy. The message
@@ -38,6 +39,10 @@ class Snapshots(Callback):
         """What this rank has reported."""
         self._has_news = False  # the same on all ranks
         self._left_out = 0
+
+    def at_start(self, trainer: Trainer) -> None:
+        if trainer.step:
+            self._take(trainer)
 
     def before_optimizer(self, trainer: Trainer, gradients: Sequence[torch.Tensor]) -> None:
         pending = self._pending
