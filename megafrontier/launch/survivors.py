@@ -53,6 +53,8 @@ class Survivor:
         self.is_alone = is_alone
         self._parent = parent
         self._timer: threading.Timer | None = None
+        self._abandoning = threading.Lock()
+        self._start = 0
         self._is_abandoned = threading.Event()
         self._is_broken = threading.Event()
         """Set when nothing of `abandon` is left to do."""
@@ -73,8 +75,15 @@ class Survivor:
 
     def abandon(self) -> None:
         """Abandon this rank's groups. Called by another thread than the main one, or by that when
-        it is in no collective."""
+        it is in no collective. Two threads may call it: that of the watchdog, and the one that the
+        parent tells to."""
+        start = self._start
         self._is_abandoned.set()
+        with self._abandoning:
+            if start == self._start and not self._is_broken.is_set():
+                self._abandon()
+
+    def _abandon(self) -> None:
         if self.is_alone:  # its parent does not know when it began
             self._timer = threading.Timer(LEAVE_SECONDS, _end_late)
             self._timer.daemon = True
@@ -132,8 +141,10 @@ class Survivor:
         dist.distributed_c10d._world.group_count = 0
         self._has_asked = False
         self._on_abandon = lambda: None
-        self._is_abandoned.clear()
-        self._is_broken.clear()
+        with self._abandoning:
+            self._start += 1
+            self._is_abandoned.clear()
+            self._is_broken.clear()
         if self._timer is not None:
             self._timer.cancel()
         self._parent.send(LEFT)

@@ -3,12 +3,15 @@
 import json
 import os
 import signal
+import socket
+import threading
 import time
 from itertools import pairwise
 
 import pytest
 import torch
 
+from megafrontier.launch import survivors
 from megafrontier.launch.local import fork_ranks_again
 from megafrontier.launch.rendezvous import join
 from megafrontier.parallel.env import RESTARTS, identify
@@ -146,3 +149,24 @@ def test_a_rank_that_cannot_leave_in_time_is_replaced_and_named(tmp_path, capfd,
     assert "rank 2 on " in said
     assert ": has not abandoned its groups within 0.5 s, its process is replaced" in said
     assert "1 of 3 ranks keep their process" in said
+
+
+def test_two_threads_that_notice_a_loss_abandon_the_groups_once(monkeypatch):
+    monkeypatch.setattr(survivors, "_break_groups", lambda: None)
+    parent, own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    entered, calls = threading.Barrier(2, timeout=60), []
+    with parent, own:
+        survivor = survivors.Survivor(own)
+        survivor.on_abandon(lambda: (calls.append(1), time.sleep(0.05)))
+
+        def abandon():
+            entered.wait()
+            survivor.abandon()
+
+        threads = [threading.Thread(target=abandon) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        parent.shutdown(socket.SHUT_RDWR)
+    assert calls == [1]

@@ -112,6 +112,14 @@ class Job:
         """Where the rank lives."""
         return _variables_of(Path(f"/proc/{self.ranks()[rank]}"))[b"SLURMD_NODENAME"].decode()
 
+    def lose_node(self, node: str) -> None:
+        """Pull its cable, and end its ranks, which would not notice for a while."""
+        self.cluster.cut(node)
+        for process in self.ranks().values():
+            with suppress(OSError):
+                if _variables_of(Path(f"/proc/{process}"))[b"SLURMD_NODENAME"] == node.encode():
+                    os.kill(process, signal.SIGKILL)
+
     def kill_rank(self, rank: int) -> None:
         os.kill(self.ranks()[rank], signal.SIGKILL)
 

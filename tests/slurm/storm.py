@@ -100,7 +100,7 @@ def storm_in_memory(training: SubmittedRuns, kills: int, losses: int, seed: int)
         if event == "rank":
             job.kill_rank(rng.randrange(ranks))
         else:  # not the first node, which has the batch script
-            training.cluster.cut(job.node_of(rng.randrange(training.ranks_per_node, ranks)))
+            job.lose_node(job.node_of(rng.randrange(training.ranks_per_node, ranks)))
         print(f"{number} of {len(events)}: a {event}, {len(training.losses)} steps", flush=True)
     job.wait_until(lambda: len(_first_steps(path)) == len(events) + 1, "the last start")
     training.speed_up()
