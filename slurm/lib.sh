@@ -4,8 +4,15 @@
 #   MEGAFRONTIER_CLUSTER   which file of slurm/env/; default: frontier
 #   MEGAFRONTIER_PREFIX    Python environment (venv or conda); default: .venv of the repository, or
 #                          without a repository that of the command megafrontier
+#   MEGAFRONTIER_IMAGE     container image that Python runs in: a .sif file or a folder (Apptainer), or
+#                          a .sqsh file (pyxis, and enroot outside of steps). MEGAFRONTIER_PREFIX is then
+#                          an environment on top of the image, or a squashfs file of one (Apptainer);
+#                          default: the image's own Python
 #   MEGAFRONTIER_ENV_TAR   what pack_env.sh made of it, to be unpacked onto every node's own disk
 #   MEGAFRONTIER_UNPACK_SECONDS   after which a node that has not done so hangs; default: 1800
+#   MEGAFRONTIER_CACHE_TAR   keeps what ranks compile for later jobs; default: compiled.tar in the run
+#                          directory
+#   MEGAFRONTIER_CACHE_MIB   its largest size; default: 1024
 #   DRY_RUN=1              show what would be submitted and run, and do neither
 
 fail() {
@@ -39,9 +46,15 @@ show() {
 }
 
 # A cluster's file sets: options that replace the #SBATCH lines below "Frontier", options of each
-# srun, a folder on each node's own disk, and the function `enter` that a job calls.
+# srun, a folder on each node's own disk, and the function `enter` that a job calls. For containers:
+# Apptainer's command and options, and folders that every container sees. And the queue (QOS) whose
+# jobs must not be requeued or chained.
 sbatch_options=()
 srun_options=()
+image=${MEGAFRONTIER_IMAGE:-}
+container=(apptainer exec)
+binds=()
+single_job_qos=
 placement=() # options of the srun that starts ranks: on which of the job's nodes
 cluster=${MEGAFRONTIER_CLUSTER:-frontier}
 if [ ! -e "$home/slurm/env/$cluster.sh" ]; then
@@ -53,7 +66,9 @@ prefix=${MEGAFRONTIER_PREFIX:-$home/.venv}
 if [ -z "${MEGAFRONTIER_PREFIX:-}" ] && [ ! -d "$home/megafrontier" ]; then
     prefix=$(command -v megafrontier) && prefix=${prefix%/bin/megafrontier} || prefix=$home/.venv
 fi
-package=$home # the folder that ranks import megafrontier from
+[ -z "$image" ] || prefix=${MEGAFRONTIER_PREFIX:-}
+package=$home            # the folder that ranks import megafrontier from
+caches=$node_disk/caches # of what ranks compile
 dry_run=${DRY_RUN:-}
 [ "$dry_run" != 0 ] || dry_run=
 certify= # whether to certify the layout before it is submitted
@@ -61,6 +76,32 @@ seconds=${MEGAFRONTIER_UNPACK_SECONDS:-1800}
 # Start a command with the stop signal ignored, because the signal may arrive before a rank has
 # installed its handler.
 deaf=(sh -c 'trap "" USR1; exec "$@"' sh)
+
+# default NAME=VALUE…: export the variables that neither the user nor a module has set.
+default() {
+    local pair
+    for pair; do
+        [ -v "${pair%%=*}" ] || export "$pair"
+    done
+}
+
+# Print the names of variables whose values of the submission win over those of modules and of the
+# cluster's file.
+tuning_variables() {
+    local family
+    for family in NCCL_ RCCL_ FI_ GLOO_ HSA_ MIOPEN_ TORCHINDUCTOR_ TRITON_; do
+        compgen -e "$family" || true
+    done
+}
+
+# Whether the ranks run on one node, as far as this is known.
+runs_on_one_node() { [ "${count:-${SLURM_JOB_NUM_NODES:-}}" = 1 ]; }
+
+# is_single_job OPTION…: whether sbatch's options name a queue of single_job_qos.
+is_single_job() {
+    [ -n "$single_job_qos" ] &&
+        [ "$(asked q qos ${SBATCH_QOS:+--qos="$SBATCH_QOS"} "$@")" = "$single_job_qos" ]
+}
 
 # Print the comment at the head of the batch file.
 show_help() {
@@ -135,7 +176,9 @@ submit() {
         # Submit start.sh instead, because sbatch would read Frontier's #SBATCH lines, some of which
         # cannot be overridden. It also hands on our variables if the site exports none by default.
         mapfile -t lines < <(sed -n '/^# Frontier/q; s/^#SBATCH //p' "$file")
-        for name in $(compgen -e MEGAFRONTIER_); do variables+=("$name=${!name}"); done
+        for name in $(compgen -e MEGAFRONTIER_) $(tuning_variables); do
+            variables+=("$name=${!name}")
+        done
         command+=("${lines[@]}" "${sbatch_options[@]}" "${own[@]}")
         command+=("$home/slurm/start.sh" env "${variables[@]}" bash "$file" "$@")
     fi
@@ -155,17 +198,58 @@ need_archive() {
 }
 
 need_python() {
-    [ -x "$prefix/bin/python" ] ||
-        fail "MEGAFRONTIER_PREFIX: $prefix has no bin/python, need a Python environment"
+    if [ -z "$image" ]; then
+        [ -x "$prefix/bin/python" ] ||
+            fail "MEGAFRONTIER_PREFIX: $prefix has no bin/python, need a Python environment"
+    else # outside of it, links of an environment on top of the image may lead nowhere
+        [ -e "$image" ] || fail "MEGAFRONTIER_IMAGE: $image, need the file of a container image"
+        [ -z "$prefix" ] || [ -e "$prefix" ] ||
+            fail "MEGAFRONTIER_PREFIX: $prefix, need an environment on top of $image"
+        [[ $image != *.sqsh || ! -f $prefix ]] ||
+            fail "MEGAFRONTIER_PREFIX: $prefix, need a folder, because pyxis mounts no squashfs file"
+    fi
+    use_python
+}
+
+# Set `python` and how to run it in the container, if there is one: the words `here` before it in this
+# shell, which end with variables, and in a step options of srun, `container_options`, and the words
+# `in_step`.
+use_python() {
+    local folder folders=() variables
+    variables=(env PYTHONPATH="$package${PYTHONPATH:+:$PYTHONPATH}")
+    python=$prefix/bin/python here=("${variables[@]}") container_options=() in_step=()
+    [ -n "$image" ] || return 0
+    [ -n "$prefix" ] || python=python3
+    for folder in "$home" "$PWD" "$prefix" "${binds[@]}"; do
+        # A login node has no node_disk.
+        [ ! -d "$folder" ] || [[ " ${folders[*]} " == *" $folder:$folder "* ]] ||
+            folders+=("$folder:$folder")
+    done
+    if [[ $image == *.sqsh ]]; then
+        container_options=(--container-image="$image" --container-workdir="$PWD")
+        container_options+=(--container-mounts="$(IFS=,; echo "${folders[*]}")")
+        here=(enroot start "${folders[@]/#/--mount=}" "$image" env --chdir="$PWD"
+            "${variables[@]:1}")
+    else
+        if [ -f "$prefix" ]; then
+            folders+=("$prefix:/environment:image-src=/")
+            python=/environment/bin/python
+        fi
+        in_step=("${container[@]}" --bind "$(IFS=,; echo "${folders[*]}")" "$image")
+        here=("${in_step[@]}" "${variables[@]}")
+    fi
 }
 
 # Set up the job's environment on all its nodes.
 enter_job() {
     # With --export=NONE sbatch sets this so that srun, too, would export nothing.
     unset SLURM_EXPORT_ENV
+    local name own=()
+    for name in $(tuning_variables); do own+=("$name=${!name}"); done
     set +u # the site's `module` may read unset variables
     enter
     set -u
+    [ ${#own[@]} = 0 ] || export "${own[@]}"
     # A shell that salloc started may run on a login node, where rank 0 does not run.
     if [ -z "$dry_run" ] && [ -z "${SLURMD_NODENAME:-}" ]; then
         MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
@@ -173,18 +257,62 @@ enter_job() {
     fi
     if [ -n "${MEGAFRONTIER_ENV_TAR:-}" ]; then
         unpack_environment
-    elif [ -z "$dry_run" ]; then
+    fi
+    if [ -n "$dry_run" ] || [ -n "${MEGAFRONTIER_ENV_TAR:-}" ]; then
+        use_python
+    else
         need_python
     fi
     export PYTHONNOUSERSITE=1 # ignore a torch in ~/.local
     export PYTHONSAFEPATH=1   # do not import modules from the working directory
-    export PATH=$prefix/bin:$PATH
+    [ -n "$image" ] || export PATH=$prefix/bin:$PATH
     export PYTHONPATH=$package${PYTHONPATH:+:$PYTHONPATH}
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
-    # On a shared file system, ranks would block each other on these caches, or corrupt them.
-    export MIOPEN_USER_DB_PATH=$node_disk/miopen MIOPEN_CUSTOM_CACHE_DIR=$node_disk/miopen
     export MEGAFRONTIER_SNAPSHOT_DISK=$node_disk
-    export TORCHINDUCTOR_CACHE_DIR=$node_disk/inductor TRITON_CACHE_DIR=$node_disk/triton
+    # On a shared file system, ranks would block each other on these caches, or corrupt them.
+    default MIOPEN_USER_DB_PATH="$caches/miopen" MIOPEN_CUSTOM_CACHE_DIR="$caches/miopen" \
+        TORCHINDUCTOR_CACHE_DIR="$caches/inductor" TRITON_CACHE_DIR="$caches/triton"
+    unpack_caches
+}
+
+# The archive of the caches, or nothing if none is kept: only train has a run directory.
+cache_archive() {
+    echo "${MEGAFRONTIER_CACHE_TAR:-${directory:+$directory/compiled.tar}}"
+}
+
+# Give each node what earlier jobs have compiled. Without it ranks compile again, so a failure is only
+# reported.
+unpack_caches() {
+    local archive seconds=120
+    archive=$(cache_archive)
+    [ -n "$archive" ] && [ -z "$dry_run" ] && [ -s "$archive" ] || return 0
+    {
+        each_node mkdir -p "$caches" &&
+            timeout "$seconds" sbcast --force "$archive" "$caches.tar" &&
+            each_node sh -c 'tar -xf "$0.tar" -C "$0"; rm -f "$0.tar"' "$caches"
+    } || warn "warning: $archive cannot be unpacked on all nodes, which compile again"
+}
+
+# Keep what the first and the last node have compiled. They have the first and the last stage of a
+# pipeline, and with these the kernels of all others.
+keep_caches() {
+    local archive mib last limit=${MEGAFRONTIER_CACHE_MIB:-1024}
+    archive=$(cache_archive)
+    [ -n "$archive" ] && [ -d "$caches" ] || return 0 # not there on a login node
+    last=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)
+    if [ "$last" != "${SLURMD_NODENAME:-}" ]; then
+        timeout --kill-after=5 60 srun --overlap --nodes=1 --ntasks=1 --nodelist="$last" \
+            tar -cf - -C "$caches" . </dev/null 2>/dev/null |
+            tar -xf - -C "$caches" --skip-old-files 2>/dev/null || true
+    fi
+    [ -n "$(find "$caches" -type f -newer "$archive" -print -quit 2>/dev/null || echo none)" ] || return 0
+    mib=$(du -sm "$caches" | cut -f 1)
+    if [ "$mib" -gt "$limit" ]; then # caches of old code, perhaps: the next job begins with none
+        rm -f "$archive"
+        say "compiled kernels have $mib MiB, more than MEGAFRONTIER_CACHE_MIB=$limit, and are not kept"
+    else
+        tar -cf "$archive.partial" -C "$caches" . && mv -T "$archive.partial" "$archive"
+    fi
 }
 
 # Copy environment and package onto each node's own disk. On the shared storage a thousand ranks
@@ -205,7 +333,8 @@ unpack_environment() {
     run tar -czf "$source" -C "$home" --exclude=__pycache__ "${parts[@]}"
     broadcast "$source" "$target/package.tar.gz"
     rm "$source"
-    try_each_node sh -c 'tar -xzf "$0.tar.gz" -C "$0" && tar -xzf "$0/package.tar.gz" -C "$0"' "$target"
+    try_each_node sh -c 'tar -I "$(command -v pigz || echo gzip)" -xf "$0.tar.gz" -C "$0" &&
+        tar -xzf "$0/package.tar.gz" -C "$0"' "$target"
     # conda-unpack replaces the old prefix in the packed files.
     try_each_node sh -c '[ ! -e "$0"/conda-unpack ] || "$0"/python "$0"/conda-unpack' "$target/bin"
     prefix=$target
@@ -265,9 +394,9 @@ give_up() {
 leave_job() {
     local seconds=180 SLURM_JOB_NUM_NODES=${SLURM_JOB_NUM_NODES:-}
     local -x SLURM_NO_KILL=set
-    if [ -n "${MEGAFRONTIER_ENV_TAR:-}" ]; then
+    if [ -n "${MEGAFRONTIER_ENV_TAR:-}" ] || [ -d "$caches" ]; then
         [[ ! ${answer:-} =~ \ NumNodes=([0-9]+)\  ]] || SLURM_JOB_NUM_NODES=${BASH_REMATCH[1]}
-        each_node rm -rf "$node_disk/environment" "$node_disk/environment.tar.gz" || true
+        each_node rm -rf "$node_disk/environment" "$node_disk/environment.tar.gz" "$caches" || true
     fi
     [ "${snapshots:-none}" = none ] || remove_snapshots
 }
@@ -304,14 +433,16 @@ make_step() {
     # Slurm sets this only if cores were asked for. Otherwise the site's default applies.
     local cores=${SLURM_CPUS_PER_TASK:-${dry_run:+CORES}}
     step+=(${cores:+--cpus-per-task="$cores"})
-    step+=("${srun_options[@]}")
+    step+=("${srun_options[@]}" "${container_options[@]}")
     [ "$1" != train ] || step+=("${deaf[@]}") # evaluate has no handler: the signal ends it
-    step+=(python -m megafrontier "$@")
+    step+=("${in_step[@]}" "$python" -m megafrontier "$@")
 }
 
 # For --dry-run: print the variables that a job sets, then its commands.
 show_job() {
-    local before
+    local before SLURM_JOB_NUM_NODES=${SLURM_JOB_NUM_NODES:-}
+    [ -n "$SLURM_JOB_NUM_NODES" ] ||
+        SLURM_JOB_NUM_NODES=$(asked N nodes "${sbatch_options[@]}" "${options[@]}")
     before=$(export -p)
     echo "# in the job, with slurm/env/$cluster.sh:"
     module() { show module "$@"; } # the real one exists only on the cluster

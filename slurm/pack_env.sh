@@ -11,9 +11,9 @@ prefix=${2:-${MEGAFRONTIER_PREFIX:-$home/.venv}}
 # Written under another name first, so that OUT is never incomplete.
 if [ -d "$prefix/conda-meta" ]; then
     conda-pack --quiet --prefix "$prefix" --output "$out.partial" --format tar.gz --force \
-        --ignore-editable-packages # jobs pack megafrontier itself, from the repository
+        --n-threads -1 --ignore-editable-packages # jobs pack megafrontier itself, from the repository
 elif [ -e "$prefix/pyvenv.cfg" ]; then
-    tar -czf "$out.partial" -C "$prefix" .
+    tar -I "$(command -v pigz || echo gzip)" -cf "$out.partial" -C "$prefix" .
 else
     echo "megafrontier: $prefix: no venv and no conda environment, need one to pack" >&2
     exit 2

@@ -15,17 +15,27 @@ cores_of_gcd=(
 )
 srun_options=(--cpu-bind="mask_cpu:$(IFS=,; echo "${cores_of_gcd[*]}")")
 node_disk=/tmp/${USER:-$(id -un)} # in memory, private to the job
+# LUMI's guide runs PyTorch from its images only. They have RCCL's network plugin. For a long run name
+# one image, because the latest one changes. Without an image (MEGAFRONTIER_IMAGE=) let `enter` load
+# aws-ofi-rccl, too.
+image=${MEGAFRONTIER_IMAGE-/appl/local/laifs/containers/lumi-multitorch-latest.sif}
+container=(singularity run)
+binds=(/pfs /scratch /project /projappl /flash /appl)
 
 enter() {
-    module load CrayEnv PrgEnv-gnu craype-accel-amd-gfx90a rocm
-    # Add aws-ofi-rccl here, which LUMI's users install themselves. Without it RCCL would use sockets
-    # and be several times slower. Because the plugin is named here, RCCL fails instead.
-    export NCCL_NET="AWS Libfabric"
+    if [ -n "$image" ]; then
+        module load Local-LAIF lumi-aif-singularity-bindings
+    else
+        module load CrayEnv PrgEnv-gnu craype-accel-amd-gfx90a rocm
+    fi
+    # Without the plugin RCCL would use sockets and be several times slower. Because the plugin is
+    # named here, RCCL fails instead. On one node the plugin does not initialise.
+    runs_on_one_node || default NCCL_NET="AWS Libfabric"
     MASTER_ADDR=$(hostname -i | cut -d ' ' -f 1)
-    export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-3442}
-    export GLOO_SOCKET_IFNAME=hsn0 NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3
-    export NCCL_CROSS_NIC=1 NCCL_NET_GDR_LEVEL=PHB
-    export HSA_FORCE_FINE_GRAIN_PCIE=1
-    export FI_MR_CACHE_MONITOR=userfaultfd FI_CXI_DISABLE_HOST_REGISTER=1
-    export FI_CXI_DEFAULT_CQ_SIZE=131072
+    export MASTER_ADDR
+    default MASTER_PORT=3442 \
+        GLOO_SOCKET_IFNAME=hsn0 NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3 \
+        NCCL_CROSS_NIC=1 NCCL_NET_GDR_LEVEL=PHB HSA_FORCE_FINE_GRAIN_PCIE=1 \
+        FI_MR_CACHE_MONITOR=userfaultfd FI_CXI_DISABLE_HOST_REGISTER=1 \
+        FI_CXI_DEFAULT_CQ_SIZE=131072
 }

@@ -284,3 +284,64 @@ def test_ctrl_c_in_an_allocation_asks_the_ranks_to_stop(start):
     said = start(ranks, code=75, around=("env", "--default-signal=INT"))
     assert "asked to stop\n" in said
     assert REQUEUED in said
+
+
+COMPILING = """case "$*" in
+    *"megafrontier train"*)
+        mkdir -p "$TRITON_CACHE_DIR"
+        ls "$TRITON_CACHE_DIR"
+        echo code >"$TRITON_CACHE_DIR/$KERNEL" ;;
+    *) while [ "${1#-}" != "$1" ]; do shift; done; exec "$@" ;;
+esac
+"""
+"""An srun whose rank compiles a kernel and says which ones it finds; other steps run here."""
+SBCAST = """#!/bin/bash
+exec cp "${@: -2}"
+"""
+
+
+def test_a_later_job_has_what_an_earlier_one_compiled_up_to_a_size(start, tmp_path):
+    """A node's own disk is empty at the start of a job, and stays so after its end."""
+    kept = tmp_path / "kept.tar"
+
+    def compiled(kernel, **chosen):
+        given = {"tools": {"sbcast": SBCAST}, "SLURMD_NODENAME": "frontier00001"}
+        said = start(COMPILING, code=0, KERNEL=kernel, **given, **chosen)
+        assert not (tmp_path / "disk" / "megafrontier-7" / "caches").exists()
+        return said
+
+    assert "first" not in compiled("first")
+    shutil.copyfile(tmp_path / "compiled.tar", kept)
+    said = compiled("second", MEGAFRONTIER_CACHE_MIB="0")
+    assert "first\n" in said
+    assert "MiB, more than MEGAFRONTIER_CACHE_MIB=0, and are not kept\n" in said
+    assert not (tmp_path / "compiled.tar").exists()
+    assert "first\n" in compiled("third", MEGAFRONTIER_CACHE_TAR=str(kept))
+
+
+def test_compiled_kernels_that_cannot_be_unpacked_do_not_end_a_job(start, tmp_path):
+    (tmp_path / "compiled.tar").write_text("torn")
+    said = start(COMPILING, code=0, KERNEL="k", tools={"sbcast": "#!/bin/sh\nexit 1\n"})
+    assert "warning: " in said
+    assert "compiled.tar cannot be unpacked on all nodes, which compile again\n" in said
+
+
+def test_an_environment_is_packed_and_unpacked_by_pigz_if_it_is_there(start, archive, tmp_path):
+    pigz = f'#!/bin/sh\necho "called $*" >>{tmp_path}/calls\nexec gzip "$@"\n'
+    (tmp_path / "environment").mkdir()
+    (tmp_path / "environment" / "pyvenv.cfg").touch()
+    path = with_tools(tmp_path, pigz=pigz)
+    pack = [ROOT / "slurm/pack_env.sh", archive["MEGAFRONTIER_ENV_TAR"], tmp_path / "environment"]
+    subprocess.run(pack, env=os.environ | {"PATH": path}, check=True, capture_output=True)
+    nodes = COMPILING.replace('exec "$@"', '"$@" && echo frontier00002')
+    here = {"SLURMD_NODENAME": "frontier00001"}
+    start(nodes, code=0, KERNEL="k", tools={"sbcast": SBCAST}, **archive, **here)
+    assert (tmp_path / "calls").read_text().splitlines() == ["called ", "called -d"]
+
+
+def test_a_job_of_the_debug_queue_asks_slurm_not_to_requeue_it(start):
+    """Slurm would after the loss of a node, although the job was submitted by hand."""
+    frontier = {"MEGAFRONTIER_CLUSTER": "frontier", "BASH_FUNC_module%%": "() { :; }"}
+    for qos, is_asked in (("debug", True), ("normal", False)):
+        said = start("", code=0, SLURM_JOB_QOS=qos, **frontier)
+        assert ("scontrol update JobId=7 Requeue=0\n" in said) == is_asked

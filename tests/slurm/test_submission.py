@@ -43,7 +43,8 @@ SMALL = "configs/gpt-125m.yaml"
 def call(*words, folder=ROOT, **variables):
     """A batch file outside of a job, unless the variables say otherwise."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
-    environment |= {"MEGAFRONTIER_PREFIX": sys.prefix} | variables
+    # No container, which lumi.sh has by default.
+    environment |= {"MEGAFRONTIER_PREFIX": sys.prefix, "MEGAFRONTIER_IMAGE": ""} | variables
     return subprocess.run(
         words, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
