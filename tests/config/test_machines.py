@@ -20,7 +20,10 @@ from tests.config.conftest import refusal
         ("lumi", {"pair": 2, "node": 4, "world": None}),
         ("nvlink8", {"node": 8}),
         ("nvlink8-cluster", {"node": 8, "world": None}),
+        ("alps", {"node": 4, "world": None}),
+        ("el-capitan", {"node": 4, "world": None}),
         ("workstations", {"node": 2, "world": None}),
+        ("workstations-3090", {"node": 2, "world": None}),
         ("laptop", {"world": None}),
     ],
 )
