@@ -10,7 +10,7 @@ import pytest
 
 from tests.data.corpora import read_corpus
 from tests.slurm.cluster import ROOT
-from tests.slurm.jobs import unbroken
+from tests.slurm.jobs import Job, unbroken
 
 
 def test_parts_that_no_array_has_made_are_not_joined(tmp_path):
@@ -48,6 +48,28 @@ def test_a_corpus_tokenised_by_an_array_job_is_that_of_one_process(training, tmp
     subprocess.run(alone, check=True, capture_output=True)
     assert read_corpus(tmp_path / "made") == read_corpus(tmp_path / "alone")
     assert sorted(path.name for path in tmp_path.glob("made*")) == ["made.bin", "made.idx"]
+
+
+def test_a_users_own_variables_reach_the_ranks_on_frontier_and_a_modules_before_ours(
+    training, tmp_path
+):
+    """With Frontier's own lines and file, and a module that sets variables itself."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    names = ("NCCL_SOCKET_IFNAME", "NCCL_CROSS_NIC", "GLOO_SOCKET_IFNAME")
+    python.write_text(f"#!/bin/sh\necho {' '.join(f'${name}' for name in names)}\n")
+    python.chmod(0o755)
+    functions = tmp_path / "functions"  # the cluster's login shell is no bash
+    functions.write_text("module() { export NCCL_SOCKET_IFNAME=of-module NCCL_CROSS_NIC=2; }\n")
+    said = training.cluster.run(
+        str(ROOT / "slurm" / "evaluate.sbatch"), "--nodes=2", "--ntasks-per-node=1",
+        "--cpus-per-task=1", f"--output={tmp_path / 'said'}", "run",
+        MEGAFRONTIER_CLUSTER="frontier", MEGAFRONTIER_PREFIX=str(tmp_path),
+        NCCL_SOCKET_IFNAME="hsn0", BASH_ENV=str(functions),
+    )  # fmt: skip
+    job = Job(training.cluster, said.split()[-1])
+    assert job.ended() == "COMPLETED", job.output
+    assert job.output.splitlines() == ["hsn0 2 hsn0"] * 2
 
 
 @pytest.fixture
