@@ -7,14 +7,12 @@ from pathlib import Path
 from megafrontier.certify.certificate import Finding
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config
+from megafrontier.plan.reserve import Reserve, usable_gib
 from megafrontier.plan.resolve import RunPlan
 from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.rates import UNKNOWN
 
-RESERVE = 0.1
-"""Share of a device's memory that the tensors of a step leave for the framework, communicators and
-holes of the allocator."""
 TIME_ERROR = 0.12
 """The planner's worst error beside measured steps of layouts like these (docs/planning.md)."""
 MEMORY, TIME = "memory of the worst rank, GiB", "seconds of a step"
@@ -35,7 +33,7 @@ def read_scale(path: Path) -> list[Finding]:
 
 
 def _findings(step: Simulated, has_time: bool, plan: RunPlan) -> Iterator[Finding]:
-    yield _memory(step.worst_gib, plan.machine.device.memory_gib)
+    yield _memory(step.worst_gib, plan)
     sent = ", ".join(f"{name} {count / 1e9:.3g}" for name, count in step.sent.items())
     total = sum(step.sent.values()) / 1e9
     yield Finding("GB that a rank sends in a step", "measured", total, where=f"by plan: {sent}")
@@ -46,13 +44,13 @@ def _findings(step: Simulated, has_time: bool, plan: RunPlan) -> Iterator[Findin
         yield Finding(TIME, "open", where="the machine file has no rates; `megafrontier probe`")
 
 
-def _memory(gib: float, memory: float | None) -> Finding:
+def _memory(gib: float, plan: RunPlan) -> Finding:
     """Measured if the reserve is left, broken if it does not fit, else open."""
-    if memory is None:
+    memory, bound = plan.machine.device.memory_gib, usable_gib(plan)
+    if memory is None or bound is None:
         return Finding(MEMORY, "measured", gib, where="by plan; the machine file has no memory_gib")
-    bound = (1 - RESERVE) * memory
     if gib > memory:
         return Finding(MEMORY, "broken", gib, bound, f"the device has {memory:g}")
     if gib > bound:
-        return Finding(MEMORY, "open", gib, bound, f"fits into {memory:g}, with less reserve")
+        return Finding(MEMORY, "open", gib, bound, f"fits into {memory:g}, but {Reserve.of(plan)}")
     return Finding(MEMORY, "measured", gib, bound, f"by plan, of {memory:g}")

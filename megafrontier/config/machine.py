@@ -23,8 +23,13 @@ class DeviceConfig:
     """any: an accelerator if there is one. cpu: the CPU even if there is an accelerator. Otherwise
     an accelerator's name, and ranks started by a launcher must find one."""
     memory_gib: float | None = bounded(None, above=0)
-    """Memory of one device. The preflight refuses a host with less than 90 % of it free (on a CPU:
-    installed). A run is refused if the state, buffers and block inputs of a rank exceed it."""
+    """Memory of one device. A run is refused if the state, buffers and block inputs of a rank need
+    more of it than `reserved_gib` leaves, and the preflight refuses a host with less than that free
+    (on a CPU: installed)."""
+    reserved_gib: float | None = bounded(None, at_least=0)
+    """GiB of a device that layouts leave free: for the framework, communicators and holes of the
+    allocator. Default: 1, 0.1 for each communicator of a rank and 4 % of `memory_gib`; on a CPU
+    10 % of `memory_gib`."""
     host_memory_gib: float | None = bounded(None, above=0)
     """Memory of the host for each rank. A run is refused if the state that `partition.offload`
     keeps there exceeds it. Default: what this host has, divided by the ranks on it."""

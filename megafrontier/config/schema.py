@@ -83,7 +83,7 @@ class TrainConfig:
     has the mode of each block."""
     memory_gib: float | None = bounded(None, above=0)
     """With `activation_checkpointing: auto`: the most memory that all tensors of a rank may need.
-    Default: 90 % of `machine.device.memory_gib`."""
+    Default: what `machine.device.reserved_gib` leaves of `machine.device.memory_gib`."""
     loss_chunk_tokens: int = count(1024)
     """Number of tokens whose logits exist at the same time in the loss."""
     z_loss: float = bounded(0.0, "report", at_least=0)

@@ -10,6 +10,7 @@ from megafrontier.data.sampling.loader import CorpusPart, open_loader, open_name
 from megafrontier.data.sampling.samples import OpenCorpora
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 from megafrontier.plan.footprint import GIB, buffer_gib, host_gib, state_gib
+from megafrontier.plan.reserve import Reserve, usable_gib
 from megafrontier.plan.resolve import RunPlan, micro_batches_of, optimizer_groups, resolve_plan
 
 
@@ -45,8 +46,8 @@ def check_vocabulary(config: Config) -> None:
 
 def check_memory(config: Config, plan: RunPlan) -> None:
     """Raises UserError if state, buffers and block inputs of a rank need more memory than the
-    machine file's device has."""
-    memory = plan.machine.device.memory_gib
+    reserve leaves of the machine file's device."""
+    memory, usable = plan.machine.device.memory_gib, usable_gib(plan)
     train, model = config.train, config.model
     # Backward needs the inputs of all blocks whatever else is recomputed.
     number = micro_batches_of(config, plan)
@@ -62,11 +63,12 @@ def check_memory(config: Config, plan: RunPlan) -> None:
     state, inputs = max(forward, (state_gib(config, plan, leaves), 0.0), key=sum)
     buffers = buffer_gib(config, plan)
     required = state + buffers + inputs
-    if memory is not None and required > memory:
+    if usable is not None and required > usable:
         raise UserError(
-            f"machine.device.memory_gib: {memory:g}, need at least {required:.3g} on "
-            f"{plan.levels.ranks} ranks: state {state:.3g}, buffers {buffers:.3g}, inputs of the "
-            f"blocks {inputs:.3g}; take {memory_advice(config)}"
+            f"machine.device.memory_gib: {memory:g}, need at least "
+            f"{required + Reserve.of(plan).gib:.3g} on {plan.levels.ranks} ranks: state "
+            f"{state:.3g}, buffers {buffers:.3g}, inputs of the blocks {inputs:.3g}; "
+            f"{Reserve.of(plan)}; take {memory_advice(config)}"
         )
 
 

@@ -22,6 +22,7 @@ from megafrontier.config import Config, load_machine
 from megafrontier.model.recompute.checkpointing import Mode
 from megafrontier.pipeline.table import Action, ActionKind
 from megafrontier.plan.footprint import buffer_gib, state_gib
+from megafrontier.plan.reserve import usable_gib
 from megafrontier.plan.resolve import RunPlan, micro_batches_of, resolve_plan
 from megafrontier.planner.layers import shallow_layers
 from megafrontier.planner.simulation.rates import UNKNOWN
@@ -31,8 +32,6 @@ MODES: tuple[Mode, ...] = ("block", "selective", "none")
 """In the order in which the blocks of a rank have them."""
 OPERATIONS = {"none": 1.0, "selective": 1.1, "block": 4 / 3, "offload": 4 / 3}
 """Of a block's step by mode, as a multiple of those without recomputation, estimated."""
-SHARE = 0.9
-"""Of the device's memory by default: the preflight accepts a device of which so much is free."""
 ROUNDS = 2
 """Micro-batches of a pipeline that are looked at, as a multiple of its stages: those in flight, and
 as many that find them so."""
@@ -60,7 +59,7 @@ def resolve_checkpointing(config: Config, ranks: int) -> tuple[Config, list[str]
     if config.train.activation_checkpointing != "auto":
         return config, []
     plan = resolve_plan(config, ranks)
-    key, budget = memory_budget(config)
+    key, budget = memory_budget(config, plan)
     chosen, gib = fill_memory(config, plan, budget)
     fits = f"need at least {gib:.3g} on {ranks} ranks with every block recomputed"
     need(gib <= budget, key, f"{budget:.4g} GiB for activation_checkpointing: auto", fits)
@@ -75,16 +74,20 @@ def describe_modes(config: Config) -> str:
     return f"activation checkpointing of {len(config.checkpointing)} blocks: {', '.join(modes)}"
 
 
-def memory_budget(config: Config) -> tuple[str, float]:
+def memory_budget(config: Config, plan: RunPlan) -> tuple[str, float]:
     """The key that gives the most GiB that a rank may need with `auto`, and their number. Raises
     UserError without one."""
     if config.train.memory_gib is not None:
         return "train.memory_gib", config.train.memory_gib
-    memory = load_machine(config.machine).device.memory_gib
-    if memory is None:
+    check_budget(config)
+    return "machine.device.memory_gib", usable_gib(plan) or 0.0
+
+
+def check_budget(config: Config) -> None:
+    """Raises UserError without anything that limits the memory of a rank, for `auto`."""
+    if config.train.memory_gib is None and load_machine(config.machine).device.memory_gib is None:
         fits = "need train.memory_gib or machine.device.memory_gib"
         raise UserError(f"train.activation_checkpointing: auto, {fits}")
-    return "machine.device.memory_gib", SHARE * memory
 
 
 def fill_memory(config: Config, plan: RunPlan, budget: float) -> tuple[Config, float]:

@@ -14,6 +14,7 @@ from megafrontier.parallel.env import identify
 from megafrontier.plan.describe import describe_run
 from megafrontier.plan.footprint import host_gib
 from megafrontier.plan.refuse import check_layout, memory_advice
+from megafrontier.plan.reserve import Reserve
 from megafrontier.plan.resolve import RunPlan
 from megafrontier.plan.saves import describe_saves
 from megafrontier.planner.auto import choose_layout
@@ -102,13 +103,22 @@ def dry_run_command(path: str, overrides: Sequence[str], ranks: int | None) -> s
     step, seconds = _predicted(config, plan)
     layout = CandidateLayout((), config, plan, step)
     if not layout.fits:
-        memory = plan.machine.device.memory_gib
+        memory, reserve = plan.machine.device.memory_gib, Reserve.of(plan)
         raise UserError(
-            f"machine.device.memory_gib: {memory:g}, need {step.worst_gib:.3g} on "
-            f"{plan.levels.ranks} ranks: {_parts(step)}; take {memory_advice(config)}"
+            f"machine.device.memory_gib: {memory:g}, need {step.worst_gib + reserve.gib:.3g} on "
+            f"{plan.levels.ranks} ranks: {_parts(step)}; {reserve}; take {memory_advice(config)}"
         )
     lines += describe_saves(config, plan, seconds)
-    return "\n".join([*lines, f"rank 0: {step.gib:.3g} GiB of tensors at the peak: {_parts(step)}"])
+    lines.append(f"rank 0: {step.gib:.3g} GiB of tensors at the peak: {_parts(step)}")
+    if plan.machine.device.memory_gib is not None:
+        lines.append(_describe_room(step, plan))
+    return "\n".join(lines)
+
+
+def _describe_room(step: Simulated, plan: RunPlan) -> str:
+    """One line: what a layout leaves of the device, and what is reserved."""
+    memory = plan.machine.device.memory_gib or 0.0
+    return f"memory: {step.worst_gib:.3g} GiB of {memory:g}, {Reserve.of(plan)}"
 
 
 def _predicted(config: Config, plan: RunPlan) -> tuple[Simulated, float | None]:
@@ -151,10 +161,10 @@ def ranks_per_node(machine: MachineConfig) -> int:
 
 def too_large(layout: CandidateLayout) -> str:
     """Why a layout does not fit, in one line."""
-    memory = layout.plan.machine.device.memory_gib
+    memory, reserve = layout.plan.machine.device.memory_gib, Reserve.of(layout.plan)
     return (
-        f"needs {layout.step.worst_gib:.3g} GiB of {memory:g} on {layout.plan.levels.ranks} ranks, "
-        "and no other layout fits; need more nodes"
+        f"needs {layout.step.worst_gib + reserve.gib:.3g} GiB of {memory:g} on "
+        f"{layout.plan.levels.ranks} ranks ({reserve}), and no other layout fits; need more nodes"
     )
 
 

@@ -22,8 +22,15 @@ from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK, Mode, M
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition.placement import node_depth
 from megafrontier.plan.footprint import GIB, buffer_gib, fits_host, state_gib, unit_sizes
+from megafrontier.plan.reserve import usable_gib
 from megafrontier.plan.resolve import RunPlan, resolve_plan
-from megafrontier.planner.checkpointing import cheapest, fill_memory, memory_budget, operations
+from megafrontier.planner.checkpointing import (
+    cheapest,
+    check_budget,
+    fill_memory,
+    memory_budget,
+    operations,
+)
 from megafrontier.planner.estimate import UnitGroup, sent_bytes
 from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.simulation.rank import Simulated
@@ -59,14 +66,17 @@ class CandidateLayout:
         """Simulate a layout. Raises UserError for one that cannot be."""
         plan = resolve_plan(config, ranks)
         if config.train.activation_checkpointing == "auto":
-            config, _ = fill_memory(config, plan, memory_budget(config)[1])
+            config, _ = fill_memory(config, plan, memory_budget(config, plan)[1])
         return cls(overrides, config, plan, simulate_blocks(config, plan))
 
     @property
     def fits(self) -> bool:
-        """Whether device and host have the memory, if it is stated; of experts, any routing."""
-        memory = self.plan.machine.device.memory_gib or float("inf")
-        return self.step.worst_gib <= memory and fits_host(self.config, self.plan)
+        """Whether device and host have the memory, if it is stated; with the
+        device's reserve, and any routing to experts."""
+        usable = usable_gib(self.plan)
+        return (usable is None or self.step.worst_gib <= usable) and fits_host(
+            self.config, self.plan
+        )
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,7 @@ def search(
     free, given = free or Free(), config
     config = replace(config, machine=load_machine(config.machine))  # once
     if config.train.activation_checkpointing == "auto":
-        memory_budget(config)  # or all layouts would be left out without it
+        check_budget(config)  # or all layouts would be left out without it
     families = _families(config, ranks, free)
     candidates = [found for family in families for found in family.members(free.memory)]
     candidates.sort(key=lambda each: each.seconds)
@@ -181,9 +191,7 @@ class _Family:
         plan = self._plan = resolve_plan(replace(config, train=least), ranks)
         self._rates = Rates.of(plan.machine)
         self._is_auto = config.train.activation_checkpointing == "auto"
-        memory = plan.machine.device.memory_gib
-        if self._is_auto:
-            _, memory = memory_budget(config)
+        memory = memory_budget(config, plan)[1] if self._is_auto else usable_gib(plan)
         self._free = [float("inf")] * 2
         if memory is not None:
             buffers = buffer_gib(config, plan)

@@ -275,6 +275,7 @@ def test_auto_drops_the_copy_of_the_weights_if_no_layout_fits_with_it(config_fil
     short = [
         "partition.strategy=auto",
         f"machine.device.memory_gib={0.999 * least}",
+        "machine.device.reserved_gib=0",
     ]
     chosen, (line,) = choose_layout(load_config(config_file, short), 2 * NODES)
     assert not chosen.partition.weights_copy

@@ -33,11 +33,10 @@ from megafrontier.parallel.env import Identity
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.parallel.world import World
 from megafrontier.plan.footprint import GIB
+from megafrontier.plan.reserve import Reserve
 from megafrontier.plan.resolve import RunPlan
 from megafrontier.training.callbacks.save import checkpoint_bytes, checkpoint_root
 
-FREE_FRACTION = 0.9
-"""Of a device's stated memory. Drivers keep some of it; processes of an earlier job keep more."""
 SKEW_SECONDS = 5.0
 SEEN_SECONDS = 10.0
 """How long a file written on one host may take to be seen on another."""
@@ -127,7 +126,7 @@ def check_device(device: DeviceConfig, found: torch.device) -> UserError | None:
     """What is wrong with a rank's device: too little free memory, or it does not answer."""
     if device.memory_gib is None or device.is_stood_in_for_by(found.type):
         return None
-    need = FREE_FRACTION * device.memory_gib
+    need = device.memory_gib - Reserve.of_device(device).gib
     name = "host" if found.type == "cpu" else f"device {found.index}"
     try:
         if found.type == "cuda":
