@@ -10,7 +10,8 @@ enter() {
     # On one node the network plugin does not initialise.
     runs_on_one_node || module load rccl-net-plugin # wants rocm before it
     # Otherwise the libraries of the default CPE would be found, which is another one.
-    export LD_LIBRARY_PATH=${CRAY_LD_LIBRARY_PATH:-}${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+    [ -z "${CRAY_LD_LIBRARY_PATH:-}" ] ||
+        export LD_LIBRARY_PATH=$CRAY_LD_LIBRARY_PATH${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
     MASTER_ADDR=$(hostname -i | cut -d ' ' -f 1)
     export MASTER_ADDR
     default MASTER_PORT=3442 \

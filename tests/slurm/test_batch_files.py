@@ -11,6 +11,7 @@ import pytest
 from tests.data.corpora import read_corpus
 from tests.slurm.cluster import ROOT
 from tests.slurm.jobs import Job, unbroken
+from tests.tools import with_tools
 
 
 def test_parts_that_no_array_has_made_are_not_joined(tmp_path):
@@ -70,6 +71,34 @@ def test_a_users_own_variables_reach_the_ranks_on_frontier_and_a_modules_before_
     job = Job(training.cluster, said.split()[-1])
     assert job.ended() == "COMPLETED", job.output
     assert job.output.splitlines() == ["hsn0 2 hsn0"] * 2
+
+
+def test_a_job_in_a_container_has_what_an_earlier_one_compiled_on_its_first_and_last_node(
+    training, tmp_path
+):
+    """Of the container and of the rank there is only a script, which says where it runs."""
+    runner = '#!/bin/bash\nwhile [[ $1 != *.sif ]]; do shift; done\nexport IN=$1\nexec "${@:2}"\n'
+    path = with_tools(tmp_path, apptainer=runner)
+    python = f"""#!/bin/bash
+    if [[ "$*" == *describe.py* ]]; then
+        printf '%s\\n' run {tmp_path}/run 3 0 none false
+        exit
+    fi
+    mkdir -p $TRITON_CACHE_DIR
+    echo "runs in ${{IN##*/}} with $(ls $TRITON_CACHE_DIR | wc -l) kernels"
+    touch $TRITON_CACHE_DIR/of-$SLURMD_NODENAME
+    """
+    (tmp_path / "bin").mkdir()
+    with_tools(tmp_path / "bin", python=python)
+    (tmp_path / "image.sif").touch()
+    given = {"PATH": path, "MEGAFRONTIER_IMAGE": str(tmp_path / "image.sif")}
+    given |= {"MEGAFRONTIER_PREFIX": str(tmp_path)}
+    given |= {"MEGAFRONTIER_NODE_DISK": str(training.cluster.folder / "disk")}
+    for kernels in (0, 2):
+        job = training.submit(**given)
+        assert job.ended() == "COMPLETED", job.output
+        assert job.output.count(f"runs in image.sif with {kernels} kernels\n") == 2, job.output
+    assert [*training.cluster.folder.glob("disks/*/megafrontier-*/*")] == []
 
 
 @pytest.fixture
