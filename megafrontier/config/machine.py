@@ -11,10 +11,18 @@ class LevelConfig:
     """Groups of the next faster level (ranks, on the first one) in a group of this level. Only the
     outermost level may leave it open."""
     gigabytes_per_second: float | None = bounded(None, above=0)
-    """Bandwidth of one rank over this level, in one direction. The preflight compares with it, and
-    `plan` computes with it."""
+    """Bandwidth of one rank over this level that collectives reach, in one direction. The preflight
+    compares with it, and `plan` computes with it."""
+    line_gigabytes_per_second: float | None = bounded(None, above=0)
+    """The same by the data sheet. Collectives reach a part of it: `probe` says which part, and is
+    surprised by more."""
     latency_microseconds: float = bounded(10.0, at_least=0)
     """What a message over this level takes before its first byte arrives. For `plan`."""
+    slows_compute: float = bounded(0.0, at_least=0)
+    """Seconds that computing loses for each second of a collective over this level that runs
+    beside it. 0: nothing; 0.16: computing takes 19 % longer meanwhile; 1: the two take turns; more:
+    they hinder each other. `probe` measures it. For `plan`, whose choice of `partition.overlap`
+    follows from it."""
 
 
 @dataclass
@@ -38,8 +46,11 @@ class DeviceConfig:
     MFU without it, for fp32 training on an accelerator, and if a CPU stands in for an
     accelerator."""
     matrix_tflops: float | None = bounded(None, above=0)
-    """Dense rate that large matrix products reach in 16 bits (on a CPU: in fp32). For `plan`;
-    default: 65 % of `peak_tflops`."""
+    """Dense rate that matrix products reach in training in 16 bits (on a CPU: in fp32). For `plan`;
+    default: 42 % of `peak_tflops`."""
+    line_matrix_tflops: float | None = bounded(None, above=0)
+    """The same of large square products alone, as `probe` measures it. In training, shapes are less
+    favourable and a device has less power."""
     memory_gigabytes_per_second: float | None = bounded(None, above=0)
     """Bytes that elementwise operations read and write. For `plan`."""
     host_link_gigabytes_per_second: float = bounded(25.0, above=0)

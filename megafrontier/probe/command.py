@@ -14,13 +14,15 @@ import yaml
 
 from megafrontier.common.errors import UserError
 from megafrontier.common.files import write_atomically
-from megafrontier.config import Config, MachineConfig, load_machine
+from megafrontier.config import Config, LevelConfig, MachineConfig, load_machine
 from megafrontier.launch.device import choose_device
 from megafrontier.launch.main import launch
 from megafrontier.launch.rendezvous import join
 from megafrontier.parallel.env import Identity, identify
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import Mesh, MeshShape
+from megafrontier.parallel.world import World
+from megafrontier.probe.contention import measure_contention
 from megafrontier.probe.device import measure_device
 from megafrontier.probe.levels import cluster, machine_of, surprises
 from megafrontier.probe.links import (
@@ -114,9 +116,9 @@ class Found:
     def yaml(self) -> str:
         """The machine file."""
         values = asdict(self.machine)
-        device = {key: value for key, value in values["device"].items() if value is not None}
+        levels = {name: _given(level) for name, level in values["levels"].items()}
         return "# Written by `megafrontier probe`.\n" + yaml.safe_dump(
-            {"levels": values["levels"], "device": device}, sort_keys=False
+            {"levels": levels, "device": _given(values["device"])}, sort_keys=False
         )
 
     def describe(self) -> str:
@@ -131,16 +133,27 @@ class Found:
             size = "" if level.size is None else f" of {level.size}"
             alone = f"; one pair alone {self.alone[name] / 1e9:.3g}" if name in self.alone else ""
             lines.append(
-                f"level {name}{size}: {level.gigabytes_per_second:g} GB/s{alone}"
-                f"{'; ' + rates if rates else ''}; latency {level.latency_microseconds:g} us"
+                f"level {name}{size}: {level.gigabytes_per_second:g} GB/s{_share(level)}{alone}"
+                f"{'; ' + rates if rates else ''}; latency {level.latency_microseconds:g} us; "
+                f"computing loses {level.slows_compute:g} s a second"
             )
         sides = ", ".join(f"{side}: {rate:.3g}" for side, rate in self.products.items())
         lines.append(
-            f"device {device.name}: {device.matrix_tflops:g} TFLOP/s in square products ({sides}); "
-            f"copies {device.memory_gigabytes_per_second:g} GB/s; an operation starts in "
+            f"device {device.name}: {device.line_matrix_tflops:g} TFLOP/s in square products "
+            f"({sides}), {device.matrix_tflops:g} in training; copies "
+            f"{device.memory_gigabytes_per_second:g} GB/s; an operation starts in "
             f"{device.launch_microseconds:g} us"
         )
         return "\n".join([*lines, *(f"surprise: {line}" for line in self.lines)])
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _share(level: LevelConfig) -> str:
+    rate, line = level.gigabytes_per_second, level.line_gigabytes_per_second
+    return "" if rate is None or line is None else f" ({rate / line:.0%} of the line rate)"
 
 
 def _measure(mesh: Mesh, per_host: int, stated: MachineConfig | None) -> Found:
@@ -162,8 +175,8 @@ def _measure(mesh: Mesh, per_host: int, stated: MachineConfig | None) -> Found:
         for found in measure_collectives(over)
     ]
     links = [_fastest(link, found) for link, found in zip(links, collectives, strict=True)]
-    storage = (stated or MachineConfig()).storage
-    machine = machine_of(levels, links, MachineConfig({}, measured, storage))
+    losses = [_usual(world, loss) for loss in measure_contention(over, links)]
+    machine = machine_of(levels, links, losses, measured, stated)
     rates = [link.bytes_per_second for link in links]
     lines = list(surprises(strides, everyone.tolist(), levels, rates, stated))
     by_level = dict(zip(levels.names, collectives, strict=True))
@@ -182,6 +195,12 @@ def _agree(mesh: Mesh, link: Link) -> Link:
         [link.bytes_per_second, link.latency_seconds], dtype=torch.float64, device=mesh.device
     )
     return median_link([Link(*row) for row in mesh.world.gather(own).tolist()])
+
+
+def _usual(world: World, seconds: float) -> float:
+    """The median over all ranks."""
+    own = torch.tensor([seconds], dtype=torch.float64, device=world.device)
+    return float(world.gather(own).median())
 
 
 def _alone(mesh: Mesh, levels: Levels) -> dict[str, float]:

@@ -15,6 +15,10 @@ from megafrontier.config import DeviceConfig
 SHAPES = {"cuda": (1024, 2048, 4096, 8192), "cpu": (256, 512, 1024)}
 """Sides of square products."""
 COPIED = {"cuda": 2**28, "cpu": 2**25}
+LAYER = {"cuda": (8192, 4096, 16384), "cpu": (256, 256, 1024)}
+"""Tokens, width and inner width of the layer whose products are timed one after another."""
+SUSTAINED_SECONDS = {"cuda": 2.0, "cpu": 0.1}
+"""Long enough that a device has only the power that it keeps."""
 LAUNCHES = 200
 REPEATS = 6
 
@@ -27,6 +31,27 @@ def measure_products(device: torch.device) -> dict[int, float]:
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
         found[side] = 2 * side**3 / fastest(partial(torch.mm, a, b), device) / 1e12
     return found
+
+
+def measure_training(device: torch.device) -> float:
+    """TFLOP/s that the products of a layer reach one after another, in forward and backward."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    tokens, width, inner = LAYER[device.type]
+    shapes = (tokens, width), (inner, width), (tokens, inner)
+    values, weight, gradient = (torch.randn(*s, device=device).to(dtype) for s in shapes)
+
+    def train() -> None:
+        torch.mm(values, weight.t())
+        torch.mm(gradient, weight)
+        torch.mm(gradient.t(), values)
+
+    times = max(1, int(SUSTAINED_SECONDS[device.type] / fastest(train, device)))
+    synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(times):
+        train()
+    synchronize(device)
+    return times * 6 * tokens * width * inner / (time.perf_counter() - begin) / 1e12
 
 
 def measure_copies(device: torch.device) -> float:
@@ -48,7 +73,7 @@ def measure_launches(device: torch.device) -> float:
     for _ in range(LAUNCHES):
         layer(small).sum().backward()
     seconds = time.perf_counter() - begin
-    _settle(device)
+    synchronize(device)
     return seconds / (LAUNCHES * counter.operations) * 1e6
 
 
@@ -66,13 +91,23 @@ class _Counter(TorchDispatchMode):
 def measure_device(
     device: torch.device, stated: DeviceConfig
 ) -> tuple[DeviceConfig, dict[int, float]]:
-    """The device with measured rates, and those of its products by side."""
+    """The device with measured rates, and those of its products by side.
+
+    Products show what training reaches only in part: if the machine file states both rates, its
+    proportion of the two stays.
+    """
     products = measure_products(device)
+    line = max(products.values())
+    if stated.matrix_tflops and stated.line_matrix_tflops:
+        trained = line * stated.matrix_tflops / stated.line_matrix_tflops
+    else:
+        trained = min(line, measure_training(device))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     found = replace(
         stated,
         name=stated.name if stated.is_accelerator else name,
-        matrix_tflops=float(f"{max(products.values()):.4g}"),
+        matrix_tflops=float(f"{trained:.4g}"),
+        line_matrix_tflops=float(f"{line:.4g}"),
         memory_gigabytes_per_second=float(f"{measure_copies(device):.4g}"),
         launch_microseconds=float(f"{measure_launches(device):.3g}"),
     )
@@ -83,10 +118,10 @@ def fastest(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of the fastest of several calls."""
     found = []
     for _ in range(REPEATS):
-        _settle(device)
+        synchronize(device)
         begin = time.perf_counter()
         run()
-        _settle(device)
+        synchronize(device)
         found.append(time.perf_counter() - begin)
     return min(found)
 
@@ -95,14 +130,15 @@ def average(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of a call, the mean of several in a row. Ranks that share a link and call it side by
     side have their share of it on average, and more in the fastest call."""
     run()
-    _settle(device)
+    synchronize(device)
     begin = time.perf_counter()
     for _ in range(REPEATS):
         run()
-    _settle(device)
+    synchronize(device)
     return (time.perf_counter() - begin) / REPEATS
 
 
-def _settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for all that the device was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

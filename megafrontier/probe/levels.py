@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from megafrontier.config import LevelConfig, MachineConfig
+from megafrontier.config import DeviceConfig, LevelConfig, MachineConfig
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.probe.links import Link
 
@@ -11,6 +11,8 @@ ALIKE = 0.7
 at the shorter one."""
 FAR_OFF = 0.7, 1.5
 """A rate below or above these shares of the expected one is a surprise."""
+BEYOND = 1.1
+"""And so is one above this share of the line rate."""
 
 
 def cluster(levels: Levels, rates: Sequence[float], per_host: int) -> Levels:
@@ -48,17 +50,30 @@ def _names(sizes: Sequence[int], per_host: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def machine_of(levels: Levels, links: Sequence[Link], machine: MachineConfig) -> MachineConfig:
-    """The measured levels, and the device of `machine`. The last level's size is left open."""
+def machine_of(
+    levels: Levels,
+    links: Sequence[Link],
+    losses: Sequence[float],
+    device: DeviceConfig,
+    stated: MachineConfig | None,
+) -> MachineConfig:
+    """The measured levels, and `device`. The last level's size is left open. Line rates and the
+    storage are those of the machine file.
+
+    losses: of computing beside a collective of each level (`measure_contention`).
+    """
+    stated = stated or MachineConfig()
     found = {}
     for place, (name, size, link) in enumerate(zip(levels.names, levels.sizes, links, strict=True)):
         is_last = place == len(levels.names) - 1
         found[name] = LevelConfig(
             None if is_last else size,
             float(f"{link.bytes_per_second / 1e9:.4g}"),
+            stated.levels.get(name, LevelConfig()).line_gigabytes_per_second,
             float(f"{link.latency_seconds * 1e6:.3g}"),
+            float(f"{losses[place]:.2g}"),
         )
-    return MachineConfig(found, machine.device, machine.storage)
+    return MachineConfig(found, device, stated.storage)
 
 
 def surprises(
@@ -91,7 +106,10 @@ def surprises(
         expected = stated.levels[name]
         if expected.size not in (None, size):
             yield f"level {name}: {size} ranks measured, the machine file says {expected.size}"
-        if expected.gigabytes_per_second is not None:
+        line = expected.line_gigabytes_per_second
+        if line is not None and rate / 1e9 > BEYOND * line:
+            yield f"level {name}: {rate / 1e9:.3g} GB/s measured, more than its line rate {line:g}"
+        elif expected.gigabytes_per_second is not None:
             share = rate / 1e9 / expected.gigabytes_per_second
             if not FAR_OFF[0] <= share <= FAR_OFF[1]:
                 yield (

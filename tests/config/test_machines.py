@@ -45,7 +45,7 @@ def test_levels_given_in_another_order_are_in_that_order(write):
     chosen = ["machine=frontier", "machine.levels={node: {size: 2}, pair: {size: 4}, world: {}}"]
     levels = load_config(write("a.yaml", "{}"), chosen).machine["levels"]
     assert list(levels) == ["node", "pair", "world"]
-    assert levels["pair"]["gigabytes_per_second"] == 200
+    assert levels["pair"]["line_gigabytes_per_second"] == 200
 
 
 def test_a_file_that_names_all_levels_says_their_order(write):

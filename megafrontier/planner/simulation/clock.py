@@ -3,6 +3,14 @@
 A simulation runs in one thread, in program order. A task begins when its timeline is free and what
 it waits for is over, and not before it is issued. So the times are those of the engine's own order
 of operations.
+
+Note [Contention]
+Computing is slower while a collective runs beside it, because both need the device's units and its
+memory. For each second of a collective that has computing beside it, the computation loses
+`slows_compute` seconds of that level. The losses of collectives that run at the same time add up.
+A collective keeps its length, so that its end is known when it is issued: the seconds by which
+computing delays it are part of the computation's loss, which is why that may exceed 1. The overlap
+is found on an axis without losses, on which both keep the length that they have alone.
 """
 
 from collections import defaultdict
@@ -34,6 +42,10 @@ class Clock:
     """The level of the last collective."""
     bars: list[Bar] | None = None
     """All work and when it was done, if it is to be drawn."""
+    lost: float = 0.0
+    """Seconds that the computation has lost to collectives beside it (Note [Contention])."""
+    in_flight: list[tuple[float, float, float]] = field(default_factory=list)
+    """Collectives beside the computation: begin and end without losses, and what a second costs."""
 
     @property
     def now(self) -> float:
@@ -41,18 +53,36 @@ class Clock:
 
     def advance(self, seconds: float) -> None:
         """Work on the present timeline."""
+        if self.in_flight and self.timeline == COMPUTE:
+            seconds += self._loss(seconds)
         self._draw(self.timeline, seconds)
         self._work(seconds)
+
+    def _loss(self, seconds: float) -> float:
+        """What collectives beside a computation of `seconds` add to it (Note [Contention])."""
+        begin = self.now - self.lost
+        end = begin + seconds
+        self.in_flight = [flight for flight in self.in_flight if flight[1] > begin]
+        loss = sum(
+            slows * max(0.0, min(end, until) - max(begin, since))
+            for since, until, slows in self.in_flight
+        )
+        self.lost += loss
+        return loss
 
     def _work(self, seconds: float) -> None:
         self.timelines[self.timeline] += seconds
         self.busy[self.timeline] += seconds
 
-    def communicate(self, seconds: float, level: str) -> None:
-        """A collective over `level` on the present timeline."""
+    def communicate(self, seconds: float, level: str, slows_compute: float = 0.0) -> None:
+        """A collective over `level` on the present timeline. `slows_compute`: what the computation
+        loses for each second of it (Note [Contention])."""
         self.level = level
         if self.timeline == COMPUTE:
             self.exposed[level] += seconds
+        elif slows_compute:
+            begin = self.now - self.lost
+            self.in_flight.append((begin, begin + seconds, slows_compute))
         self._draw(level, seconds)
         self._work(seconds)
 

@@ -143,7 +143,9 @@ class Meter(TorchDispatchMode):
         if not is_control:
             self.sent[level] += sent
         if name not in _BETWEEN_TWO:  # their time depends on the other one
-            self.clock.communicate(self.links[level].seconds(sent, group.size() - 1), level)
+            link = self.links[level]
+            seconds = link.seconds(sent, group.size() - 1)
+            self.clock.communicate(seconds, level, link.slows_compute)
         return out
 
 

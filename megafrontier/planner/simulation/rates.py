@@ -8,8 +8,9 @@ from math import inf
 from megafrontier.common.errors import UserError
 from megafrontier.config import MachineConfig
 
-REACHED = 0.65
-"""Of the peak, by large matrix products, if the machine file does not say."""
+REACHED = 0.42
+"""Of the peak, by matrix products in training, if the machine file does not say. An MI250X reaches
+42 %, an H100 46 % (docs/planning.md)."""
 FP32_SHARE = 0.5
 """Rate of fp32 products on an accelerator, as a share of those in 16 bits."""
 
@@ -61,6 +62,8 @@ class LinkRates:
 
     bytes_per_second: float
     latency_seconds: float
+    slows_compute: float = 0.0
+    """Seconds that computing loses for each second of a collective beside it."""
 
     def seconds(self, sent: float, messages: int) -> float:
         """`messages` one after the other, of `sent` bytes together."""
@@ -73,8 +76,11 @@ def link_rates(machine: MachineConfig) -> dict[str, LinkRates]:
     for name, level in machine.levels.items():
         if level.gigabytes_per_second is None:
             raise UserError(_missing(f"levels.{name}.gigabytes_per_second"))
-        latency = level.latency_microseconds / 1e6
-        found[name] = LinkRates(level.gigabytes_per_second * 1e9, latency)
+        found[name] = LinkRates(
+            level.gigabytes_per_second * 1e9,
+            level.latency_microseconds / 1e6,
+            level.slows_compute,
+        )
     return found
 
 

@@ -1,10 +1,10 @@
-"""Published training rates on MI250X beside the planner's.
+"""Published training rates on MI250X and H100 beside the planner's.
 
     python -m scripts.benchmarks.planning.published [NAME …]
 
-Every row states the layout that its source gives, and what had to be assumed. The machine file and
-its one matrix rate are the only calibration. TF/s are counted as the source counts them:
-Megatron-DeepSpeed counts the recomputation of checkpointed blocks, torchtitan whole attention.
+Every row states the layout that its source gives, and what had to be assumed. The machine files are
+the only calibration. TF/s are counted as the source counts them: Megatron-DeepSpeed counts the
+recomputation of checkpointed blocks, torchtitan whole attention. Rows on H100 are in tokens/s.
 """
 
 import argparse
@@ -28,19 +28,33 @@ machine: frontier
 
 
 def megatron_flops(model: ModelConfig) -> float:
-    """Of a token as Megatron-DeepSpeed counts: with recomputed blocks and whole attention
+    """TF of a token as Megatron-DeepSpeed counts: with recomputed blocks and whole attention
     (Narayanan et al. 2021, arXiv:2104.04473, section 3.5)."""
     layers, hidden = model.layers, model.hidden
     blocks = 96 * layers * hidden**2
     head = model.vocab_size / (16 * layers * hidden)
-    return blocks * (1 + model.sequence_length / (6 * hidden) + head)
+    return blocks * (1 + model.sequence_length / (6 * hidden) + head) / 1e12
 
 
 def torchtitan_flops(model: ModelConfig) -> float:
-    """Of a token of an 8B Llama 3 as torchtitan counts: 6 for each parameter outside of the
+    """TF of a token of an 8B Llama 3 as torchtitan counts: 6 for each parameter outside of the
     embedding, and whole attention."""
     attention = 12 * model.layers * model.hidden * model.sequence_length
-    return 6 * (8.03e9 - model.vocab_size * model.hidden) + attention
+    return (6 * (8.03e9 - model.vocab_size * model.hidden) + attention) / 1e12
+
+
+def xmoe_flops(model: ModelConfig) -> float:
+    """TF of a token as X-MoE's Megatron-DeepSpeed counts: whole attention, and the experts that
+    process the token, each of two matrices."""
+    assert model.moe is not None
+    block = 4 * model.hidden**2 + 2 * model.hidden * model.sequence_length
+    block += 2 * model.hidden * model.moe.active * (model.moe.ffn_hidden or 0)
+    return 6 * (model.layers * block + model.vocab_size * model.hidden) / 1e12
+
+
+def tokens(model: ModelConfig) -> float:
+    """One, where the source counts tokens."""
+    return 1.0
 
 
 @dataclass(frozen=True)
@@ -50,13 +64,14 @@ class Row:
     name: str
     devices: int
     published: float
-    """TF/s a GCD, as the source counts."""
+    """A second and device: TF, as the source counts, or tokens."""
     overrides: tuple[str, ...]
     assumed: str
-    flops: Callable[[ModelConfig], float] = megatron_flops
+    per_token: Callable[[ModelConfig], float] = megatron_flops
+    """What the source counts for a token."""
 
     def predicted(self, folder: Path) -> tuple[float, str]:
-        """TF/s a GCD, and what takes the most time."""
+        """What is published as predicted, and what takes the most time."""
         path = folder / "published.yaml"
         path.write_text(CONFIG)
         config = load_config(path, self.overrides)
@@ -66,7 +81,7 @@ class Row:
             step = simulate(config, plan, micro_batches=4)
         else:
             step = simulate_blocks(config, plan)
-        rate = step.tokens_per_second / self.devices * self.flops(config.model) / 1e12
+        rate = step.tokens_per_second / self.devices * self.per_token(config.model)
         return rate, f"{step.seconds:.1f} s a step, bubble {step.bubble:.0%}, limit {step.limit}"
 
 
@@ -111,6 +126,24 @@ LUMI_LAYOUT = (
     "partition.strategy=ddp",
     "partition.wires.reduce={pair: fp32, node: fp32, world: fp32}",
 )
+TORCHTITAN_H100 = (
+    "machine=nvlink8-cluster",
+    "partition.strategy=zero3",
+    "train.micro_batch=2",
+    "train.activation_checkpointing=selective",
+    # HBM2e of 2.4 TB/s instead of 3.35, and 500 W instead of 700.
+    "machine.device.memory_gigabytes_per_second=2000",
+    "machine.device.matrix_tflops=400",
+)
+TORCHTITAN_RATES = {"": {8: 5762, 128: 5605}, ", compiled": {8: 6667, 128: 6514}}
+MPT = (
+    "machine=nvlink8-cluster",
+    "partition.strategy=zero3",
+    "model.vocab_size=50368",
+    "model.position=rotary",
+    "model.bias=false",
+    "train.activation_checkpointing=none",
+)
 ROWS = (
     Row(
         "8B, FSDP2",
@@ -127,8 +160,8 @@ ROWS = (
         35,
         (*LLAMA_8B, "parallel.tensor=8", "partition.overlap=none",
          "train.micro_batch=21", "train.global_batch=13440",
-         "machine.levels.world.size=32", "machine.levels.world.gigabytes_per_second=3.125",
-         "machine.levels.all={gigabytes_per_second: 3.125}",
+         "machine.levels.world.size=32", "machine.levels.world.gigabytes_per_second=1.25",
+         "machine.levels.all={gigabytes_per_second: 0.71, slows_compute: 0.16}",
          "partition.weights=world", "partition.gradients=world", "partition.optimizer=world"),
         "21 sequences of 8,192 for each 8 GCDs, blocks checkpointed, one NIC a node",
         torchtitan_flops,
@@ -150,21 +183,48 @@ ROWS = (
             "and RCCL reaches a quarter of the NICs")
         for nodes in (16, 128, 256)
     ),
+    Row(
+        "X-MoE 10B",
+        8,
+        52.5,
+        ("model.layers=28", "model.hidden=2048", "model.heads=16", "model.sequence_length=2048",
+         "model.vocab_size=50304", "model.position=rotary",
+         "model.moe={experts: 64, active: 6, ffn_hidden: 1408, balance: loss}", "parallel.expert=8",
+         "train.micro_batch=4", "train.global_batch=256", "train.activation_checkpointing=none",
+         "partition.strategy=zero1", "partition.overlap=none"),
+        "64 experts, 6 active, over a node; micro-batch 4, batch 256, ZeRO-1; 50 to 55 published",
+        xmoe_flops,
+    ),
+    *(
+        Row(f"8B on H100, {devices} GPUs{name}", devices, published,
+            (*LLAMA_8B, *TORCHTITAN_H100, f"train.global_batch={2 * devices}"),
+            "FSDP2, 2 sequences of 8,192 a GPU, selective checkpointing", tokens)
+        for name, rates in TORCHTITAN_RATES.items()
+        for devices, published in rates.items()
+    ),
+    *(
+        Row(f"MPT-{size} on H100, {devices} GPUs", devices, published,
+            (*shape, *MPT, f"train.micro_batch={batch}", f"train.global_batch={batch * devices}"),
+            f"FSDP, {batch} sequences of 2,048 a GPU, nothing checkpointed", tokens)
+        for size, shape, devices, batch, published in (
+            ("7B", gpt(32, 4096, 32), 8, 6, 10643), ("13B", gpt(40, 5120, 40), 64, 2, 4800))
+    ),
 )  # fmt: skip
 
 
 def main(names: Sequence[str]) -> None:
     """Print the table."""
-    print("| published | GCDs | assumed | TF/s a GCD | predicted | error | |")
+    print("| run | devices | assumed | published | predicted | error | |")
     print("|---|---:|---|---:|---:|---:|---|")
     with tempfile.TemporaryDirectory() as folder:
         for row in ROWS:
             if names and not any(name in row.name for name in names):
                 continue
             rate, why = row.predicted(Path(folder))
+            digits = 0 if row.per_token is tokens else 1
             error = f"{100 * (rate / row.published - 1):+.0f} %"
-            print(f"| {row.name} | {row.devices:,} | {row.assumed} | {row.published:g} | "
-                  f"{rate:.1f} | {error} | {why} |", flush=True)  # fmt: skip
+            print(f"| {row.name} | {row.devices:,} | {row.assumed} | {row.published:,g} | "
+                  f"{rate:,.{digits}f} | {error} | {why} |", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
