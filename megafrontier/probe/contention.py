@@ -22,7 +22,6 @@ SIDES = {"cuda": 4096, "cpu": 256}
 BYTES = 2**14, 16 * LARGE
 """The fewest and the most of a message."""
 TIMES = 3
-Multiply = Callable[[], torch.Tensor]
 _all_gather = find_all_gather(dist)
 
 
@@ -44,7 +43,10 @@ def measure_contention(hierarchy: Hierarchy, links: Sequence[Link]) -> list[floa
 
 
 def _loss(
-    hierarchy: Hierarchy, group: dist.ProcessGroup | None, length: int, product: Multiply
+    hierarchy: Hierarchy,
+    group: dist.ProcessGroup | None,
+    length: int,
+    product: Callable[[], torch.Tensor],
 ) -> float:
     """Beside all-gathers of `length` bytes from each rank of `group`."""
     device, world = hierarchy.device, hierarchy.world
