@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import groupby
 from math import lcm, prod
 
 from megafrontier.certify.segments import Segment
@@ -46,6 +47,7 @@ def shrink_model(config: Config, splits: SmallSplits) -> ModelConfig:
     """The small model. Dropout is 0, because another layout draws other masks."""
     given, model = config.model, deepcopy(config.model)
     _shrink_attention(model, given)
+    _shrink_delta(model, splits)
     _shrink_heads(model, given, splits)
     _shrink_mixture(model, given.moe, splits)
     model.layers = _layers(config, model, splits)
@@ -76,6 +78,22 @@ def _shrink_attention(model: ModelConfig, given: ModelConfig) -> None:
         latent = attention.latent
         latent.query = None if latent.query is None else 12
         latent.key_value, latent.rope_size, latent.nope_size, latent.value_size = 8, 4, 4, 6
+
+
+def _shrink_delta(model: ModelConfig, splits: SmallSplits) -> None:
+    """Of blocks of the same kind that follow each other in the pattern one stays."""
+    delta, pattern = model.attention.delta, model.attention.pattern
+    model.attention.pattern = [kind for kind, _ in groupby(pattern)]
+    if delta is None:
+        return
+    is_shared, is_narrow = delta.value_heads > delta.key_heads, delta.value_size < delta.key_size
+    delta.key_heads = max(2, splits.tensor)
+    delta.value_heads = delta.key_heads * (2 if is_shared else 1)
+    delta.key_size, delta.value_size = HEAD, HEAD - 2 if is_narrow else HEAD
+    delta.convolution = min(delta.convolution, 4)
+    # A result that is near 0, because a query is orthogonal to the keys, is normalized: this
+    # amplifies rounding.
+    model.norm_eps = max(model.norm_eps, 0.01)
 
 
 def _shrink_heads(model: ModelConfig, given: ModelConfig, splits: SmallSplits) -> None:

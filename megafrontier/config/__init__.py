@@ -23,6 +23,7 @@ from megafrontier.config.machine import DeviceConfig as DeviceConfig
 from megafrontier.config.machine import LevelConfig as LevelConfig
 from megafrontier.config.machine import MachineConfig as MachineConfig
 from megafrontier.config.model.blocks import AttentionConfig as AttentionConfig
+from megafrontier.config.model.blocks import DeltaConfig as DeltaConfig
 from megafrontier.config.model.blocks import LatentConfig as LatentConfig
 from megafrontier.config.model.blocks import MLPConfig as MLPConfig
 from megafrontier.config.model.blocks import PredictionConfig as PredictionConfig

@@ -300,6 +300,8 @@ def _options(config: ModelConfig) -> dict[str, tuple[Any, Any]]:
         "norm_bias": (config.norm_bias, True),
         "attention.scale": (None if scale is None or abs(scale - 1) < 1e-6 else scale, None),
         "attention.latent": (None if attention.latent is None else "given", None),
+        "attention.pattern": (attention.pattern, []),
+        "attention.delta": (None if attention.delta is None else "given", None),
         "scale_embedding": (config.scale_embedding, False),
         "logit_softcap": (config.logit_softcap, None),
         "moe": (None if config.moe is None else "given", None),

@@ -89,6 +89,8 @@ def initial_slice(seed: int, spec: ParamSpec, start: int, stop: int) -> Tensor:
     ranges = list(global_ranges(spec, start, stop))
     stream, numel = f"{seed}/{spec.name}", prod(spec.shape)
     values = _normal(stream, numel, ranges, stop - start, spec.init_std)
+    if spec.init_mean:
+        values += spec.init_mean
     limit = spec.valid_numel
     values[sum(max(0, min(last, limit) - first) for first, last in ranges) :] = 0.0
     return values

@@ -22,10 +22,12 @@ from megafrontier.common.errors import UserError
 from megafrontier.config import ModelConfig
 from megafrontier.model.attention.kinds import need_feature
 from megafrontier.model.gpt import GPT
+from megafrontier.model.kernels.delta import Maps
 from megafrontier.model.kernels.exchanges import AttentionPart, register
 from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK
-from megafrontier.splits.documents import assign
+from megafrontier.splits.documents import assign, assign_over
 from megafrontier.splits.key_routes import find_routes
+from megafrontier.splits.state_scan import cut_documents, scan_states
 from megafrontier.splits.tokens import TokenGroup
 
 PIECES = 2
@@ -98,6 +100,18 @@ class ContextSplit:
 
     def pieces(self, kv_heads: int) -> int:
         return PIECES if self.group.overlaps and kv_heads % PIECES == 0 else 1
+
+    def has_cuts(self, documents: Tensor) -> bool:
+        return bool(cut_documents(tuple(documents.tolist()), self.group.levels))
+
+    def cut_parts(self, documents: Tensor) -> Sequence[int]:
+        bounds, sizes = tuple(documents.tolist()), self.group.levels
+        cut = cut_documents(bounds, sizes)
+        own = [part for part in assign_over(bounds, sizes) if part.rank == self.group.index]
+        return [number for number, part in enumerate(own) if part.document in cut]
+
+    def scan(self, maps: Maps, documents: Tensor, backwards: bool = False) -> Tensor:
+        return scan_states(self.group, maps, tuple(documents.tolist()), backwards)
 
     def begin_gather(self, heads: Tensor, documents: Tensor) -> Callable[[], Tensor]:
         routes, exchange = self._routes(documents), self.group.rows

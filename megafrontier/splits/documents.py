@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from math import prod
 from typing import NamedTuple
 
 BALANCED = 0.02
@@ -47,6 +48,34 @@ class Assignment:
         for part in self.parts:
             pairs[part.rank] += part.pairs
         return max(pairs) * self.size / sum(pairs) - 1
+
+
+@lru_cache(maxsize=64)
+def assign_over(bounds: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[DocumentPart, ...]:
+    """The parts of `assign` on the ranks of levels of these sizes, fastest first. Ranks of a group
+    have parts that follow each other. The fastest level has the largest steps in `rank`, as in
+    `Hierarchy.shard_index`."""
+    parts = assign(bounds, prod(sizes)).parts
+    return tuple(part._replace(rank=_rank_at(part.rank, sizes)) for part in parts)
+
+
+def _rank_at(place: int, sizes: tuple[int, ...]) -> int:
+    """The rank at a place in line, in which the fastest level has steps of 1."""
+    rank = 0
+    for size in sizes:
+        place, coordinate = divmod(place, size)
+        rank = rank * size + coordinate
+    return rank
+
+
+def place_in_line(rank: int, sizes: tuple[int, ...]) -> int:
+    """The inverse of the order of `assign_over`: neighbours in line are near."""
+    place, step = 0, prod(sizes)
+    for size in reversed(sizes):
+        step //= size
+        rank, coordinate = divmod(rank, size)
+        place += coordinate * step
+    return place
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megafrontier.splits.documents import DocumentPart, assign
+from megafrontier.splits.documents import DocumentPart, assign_over
 
 PartFlags = NDArray[np.bool_]
 
@@ -52,10 +52,10 @@ def find_routes(
 ) -> KeyRoutes:
     """The routes of the `index`-th rank of levels of these sizes, fastest first.
 
-    The fastest level has the largest steps in `index`, as in `Hierarchy.shard_index`. `bounds`: as
-    in `assign`. `window`: the tokens that a token attends to, itself included; 0: all before it.
+    `index` and `bounds`: as in `assign_over`. `window`: the tokens that a token attends to, itself
+    included; 0: all before it.
     """
-    parts = assign(bounds, prod(sizes)).parts
+    parts = assign_over(bounds, sizes)
     owners = np.array([part.rank for part in parts])
     firsts = _first_needed(parts, window)
     needed = _needed(owners, firsts, prod(sizes))

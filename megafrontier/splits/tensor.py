@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import ModelConfig
+from megafrontier.model.attention.kinds import kinds_of
 from megafrontier.model.gpt import GPT
 from megafrontier.model.loss import IGNORE_INDEX, ChunkLosses
 from megafrontier.model.ranks import DividedModule
@@ -36,6 +37,7 @@ def check_tensor_split(config: ModelConfig, size: int, key: str = "parallel.tens
         "model.heads": config.heads,
         "the width of keys (model.kv_heads)": config.num_kv_heads * config.head_dim,
         **_mlp_widths(config),
+        **{k: n for kind in kinds_of(config).values() for k, n in kind.divided(config).items()},
         "the padded vocabulary (model.vocab_multiple)": config.padded_vocab_size,
     }
     for name, count in counts.items():

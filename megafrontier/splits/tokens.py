@@ -7,7 +7,7 @@ while another is multiplied (the idea of Chang et al. 2024, arXiv:2406.06858, wi
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, pairwise
-from math import gcd
+from math import gcd, prod
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -91,6 +91,14 @@ class TokenGroup:
         flat, collectives = part.detach().contiguous().view(-1), self.of_type(part.dtype, is_exact)
         chain = collectives.gather(flat, out.view(-1), self._depth, 0, "gather activations")
         return chain, out
+
+    def gather_level(self, part: Tensor, level: int) -> Tensor:
+        """The parts [m] of all ranks of this rank's group on the levels up to `level`, exact: in
+        the order of their coordinates, those of the innermost level first."""
+        ranks = prod(self.levels[: level + 1])
+        out, exact = part.new_empty(ranks * len(part)), self.of_type(part.dtype, is_exact=True)
+        self.wait(exact.gather(part.contiguous(), out, level + 1, 0, "gather states"))
+        return out
 
     def start_reduce(self, tokens: Tensor) -> AsyncChain:
         """Begin to sum `tokens`, which is overwritten."""

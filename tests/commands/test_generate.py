@@ -16,7 +16,7 @@ from megafrontier.data.tokenizers.tokenizer import ByteTokenizer, SentencePieceT
 from megafrontier.families.hf_io import export_model
 from megafrontier.model.attention.kinds import KVCache
 from tests.commands.helpers import run_command
-from tests.model.small_models import LATENT_QUERIES, small_config
+from tests.model.small_models import DELTA, LATENT_QUERIES, small_config
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -28,6 +28,10 @@ def test_cached_logits_are_the_uncached_ones(shape, pieces, make_model, tokens):
 
 def test_latent_attention_expands_cached_keys_and_values_once(make_model, tokens):
     assert_cached(small_config(**LATENT_QUERIES), [5, 1, 1, 17], make_model, tokens)
+
+
+def test_delta_attention_goes_on_from_its_states_and_the_last_tokens(make_model, tokens):
+    assert_cached(small_config(**DELTA), [5, 1, 1, 17], make_model, tokens)
 
 
 def assert_cached(config, pieces, make_model, tokens):

@@ -101,6 +101,12 @@ REFUSED = [
     *[
         (["model.position=rotary", "model.bias=false", *changes], said)
         for changes, said in (
+            (["model.attention.pattern=[delta]"], "pattern: ['delta'], need delta in it with"),
+            (["model.attention.delta={}"], "model.attention.pattern: [], need delta in it with"),
+            (
+                ["model.attention={pattern: [delta], delta: {key_heads: 3, value_heads: 4}}"],
+                "model.attention.delta.value_heads: 4, need a multiple of",
+            ),
             (["model.attention.latent={value_size: 200}"], "value_size: 200, need at most"),
             (["model.attention.latent={rope_size: 3}"], "rope_size: 3, need an even number"),
             (

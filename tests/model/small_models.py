@@ -8,6 +8,7 @@ import torch
 
 from megafrontier.config import (
     AttentionConfig,
+    DeltaConfig,
     LatentConfig,
     MLPConfig,
     ModelConfig,
@@ -102,6 +103,11 @@ LATENT_QUERIES: dict[str, Any] = SHAPES["llama"] | {
     "attention": AttentionConfig(latent=LatentConfig(16, 12, 4, 6, 8))
 }
 """The same as in DeepSeek-V2 and V3."""
+
+DELTA: dict[str, Any] = SHAPES["llama"] | {
+    "attention": AttentionConfig(pattern=["delta", "full"], delta=DeltaConfig(2, 4, 8, 6))
+}
+"""A hybrid of gated delta attention and softmax attention as in Qwen3-Next."""
 
 PREDICTION: dict[str, Any] = {"prediction": PredictionConfig(0.5)}
 

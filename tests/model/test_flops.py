@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megafrontier.config import AttentionConfig, ModelConfig, load_config, load_machine
 from megafrontier.families import family_for
 from megafrontier.model.flops import flops_per_token, parameter_count, parameter_shapes
-from tests.model.small_models import LATENT_QUERIES, small_config
+from tests.model.small_models import DELTA, LATENT_QUERIES, small_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PARAMETERS = {
@@ -90,6 +90,14 @@ def test_latent_attention_by_hand():
     assert parameter_count(config) == products + norms + 50 * 32
     attention = 2 * (4 * 10 + 4 * 8) * 24 / 2
     assert flops_per_token(config) == 6 * (products + attention)
+
+
+def test_delta_attention_by_hand():
+    """Of one of two blocks, whose states cost the same for any number of tokens."""
+    config = small_config(**DELTA, ffn_hidden=40, vocab_multiple=1)
+    delta = 32 * (2 * 16 + 2 * 24 + 2 * 4) + 24 * 32
+    products = delta + 4 * 32 * 32 + 2 * 3 * 32 * 40 + 50 * 32
+    assert flops_per_token(config) == 6 * (products + 32 * 24) + 18 * 4 * 8 * 6
 
 
 def test_a_window_costs_the_pairs_that_it_has():

@@ -16,7 +16,15 @@ from megafrontier.partition import Placement, shard
 from megafrontier.splits.apply import apply_splits
 from megafrontier.splits.context import check_context_split
 from megafrontier.splits.documents import assign
-from tests.model.small_models import GEMMA, LATENT_QUERIES, OLMO, PREDICTION, SHAPES, small_config
+from tests.model.small_models import (
+    DELTA,
+    GEMMA,
+    LATENT_QUERIES,
+    OLMO,
+    PREDICTION,
+    SHAPES,
+    small_config,
+)
 from tests.ranks import run_mesh
 from tests.splits.matrix import Case, assert_cases, by_mesh, saved_bytes, sweep
 from tests.splits.test_documents import needed_tokens
@@ -68,6 +76,19 @@ CASES = [
         Case(GEMMA, steps=2, documents=True, built={"checkpointing": "block"}),
     ),
     ((2, 2), Splits(2, 2), "topo", Case(GROUPED | SCALED)),
+    ((2,), Splits(context=2), "zero3", Case(DELTA, accumulation=2, options={"overlap": "full"})),
+    (
+        (2, 2),
+        Splits(2, 2),
+        "zero3",
+        Case(DELTA, "one token", documents=True, options={"check_order": True}),
+    ),
+    (
+        (2, 2),
+        Splits(context=4),
+        "topo",
+        Case(DELTA | PREDICTION, documents=True, built={"checkpointing": "block"}),
+    ),
     (
         (2, 2),
         Splits(2, 2),
@@ -78,6 +99,7 @@ CASES = [
     ),
 ]
 MORE = [
+    ((2, 2, 2), Splits(context=8), "zero3", Case(DELTA | {"sequence_length": 48})),
     ((2, 2, 2), Splits(2, 2), "hpz", Case(GROUPED, "one token", accumulation=2, documents=True)),
 ]
 """With --exhaustive only."""

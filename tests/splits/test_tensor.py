@@ -9,7 +9,7 @@ import torch
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.mesh import Splits
 from megafrontier.splits.tensor import check_tensor_split
-from tests.model.small_models import LATENT, OLMO, PREDICTION, SHAPES, small_config
+from tests.model.small_models import DELTA, LATENT, OLMO, PREDICTION, SHAPES, small_config
 from tests.ranks import run_mesh
 from tests.splits.matrix import (
     Case,
@@ -39,6 +39,7 @@ CASES = [
     ((2, 2), TWO, "mics", Case(SHAPES["llama one kv head, biases, wide heads, other base"] | EVEN)),
     ((2, 2, 2), FOUR, "hpz", Case(GPT2, options={"overlap": "none"})),
     ((2, 2), FOUR, "topo", Case(OLMO, accumulation=2, steps=2)),
+    ((2, 2), TWO, "zero3", Case(DELTA, documents=True, built={"checkpointing": "selective"})),
     (
         (2, 2),
         TWO,

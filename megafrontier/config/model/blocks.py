@@ -1,7 +1,8 @@
 """The options of attention and of the MLP beyond those in `ModelConfig`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm
+from typing import Literal
 
 from megafrontier.common.errors import need
 from megafrontier.config.fields import bounded, count
@@ -31,6 +32,24 @@ class LatentConfig:
 
 
 @dataclass
+class DeltaConfig:
+    """Gated delta attention (Yang et al. 2024, arXiv:2412.06464): each head has a state, a matrix
+    that each token decays and corrects. Queries, keys and values go through a short causal
+    convolution, and queries and keys are normalized."""
+
+    key_heads: int = count(16, at_most=2**14)
+    """Heads of queries and keys."""
+    value_heads: int = count(32, at_most=2**14)
+    """Heads of values, each with a state. A multiple of `key_heads`."""
+    key_size: int = count(128, at_most=2**14)
+    """Width of a head of queries and keys, the rows of a state."""
+    value_size: int = count(128, at_most=2**14)
+    """Width of a head of values, the columns of a state."""
+    convolution: int = count(4, at_most=2**10)
+    """Tokens of the convolution: a token and those directly before it."""
+
+
+@dataclass
 class AttentionConfig:
     """Which tokens attend to which, and how their scores are computed."""
 
@@ -56,15 +75,22 @@ class AttentionConfig:
     """Bias in the output projection. Default: `model.bias`."""
     latent: LatentConfig | None = None
     """Multi-head latent attention. The size of heads is then given here."""
+    pattern: list[Literal["delta", "full"]] = field(default_factory=list)
+    """The kinds of attention of the first blocks, which repeat: [delta, delta, delta, full]
+    (Qwen3-Next). full: as the other options say. Empty: full in all blocks."""
+    delta: DeltaConfig | None = None
+    """Gated delta attention, in the blocks of `pattern`."""
 
-    def kind_of(self, _block: int) -> str:
+    def kind_of(self, block: int) -> str:
         """The kind of attention of a block, counted from 0: a name in `model.attention.kinds`."""
+        if self.pattern and self.pattern[block % len(self.pattern)] == "delta":
+            return "delta"
         return "softmax" if self.latent is None else "latent"
 
     @property
     def period(self) -> int:
-        """After how many blocks windows and rotary positions repeat."""
-        return lcm(self.global_every or 1, self.no_rotary_every or 1)
+        """After how many blocks kinds of attention, windows and rotary positions repeat."""
+        return lcm(self.global_every or 1, self.no_rotary_every or 1, len(self.pattern) or 1)
 
     @property
     def has_rule(self) -> bool:
@@ -96,7 +122,17 @@ def check_attention(attention: AttentionConfig, layers: int, rotary: bool, dropo
 
     rotary: whether positions are rotary.
     """
-    key, fits = "model.attention", "need null, or model.attention.window"
+    key, delta = "model.attention", attention.delta
+    if delta is not None:
+        fits = f"need a multiple of {key}.delta.key_heads ({delta.key_heads})"
+        is_multiple = delta.value_heads % delta.key_heads == 0
+        need(is_multiple, f"{key}.delta.value_heads", delta.value_heads, fits)
+    has_both = (delta is None) == ("delta" not in attention.pattern)
+    fits = f"need delta in it with {key}.delta, and only then"
+    need(has_both, f"{key}.pattern", attention.pattern, fits)
+    fits = f"need at most model.layers ({layers}) of them"
+    need(len(attention.pattern) <= layers, f"{key}.pattern", attention.pattern, fits)
+    fits = "need null, or model.attention.window"
     for name in ("global_every", "window_rotary_base"):
         value = getattr(attention, name)
         need(value is None or attention.window is not None, f"{key}.{name}", value, fits)

@@ -62,6 +62,11 @@ class Attention(nn.Module):
         raise NotImplementedError
 
     @classmethod
+    def divided(cls, config: ModelConfig) -> dict[str, int]:
+        """Numbers, by key, that the ranks of a tensor split must divide, besides `model.heads`."""
+        return {}
+
+    @classmethod
     def needs_rows(cls, config: ModelConfig) -> bool:
         """Whether `AttentionContext.documents` is also needed if each row is one document."""
         return False

@@ -5,10 +5,15 @@ import torch
 from megafrontier.common.errors import need
 from megafrontier.config import ModelConfig
 from megafrontier.model.attention.base import Attention, Feature
+from megafrontier.model.attention.delta import DeltaAttention
 from megafrontier.model.attention.latent import LatentAttention
 from megafrontier.model.attention.softmax import SoftmaxAttention
 
-KINDS: dict[str, type[Attention]] = {"softmax": SoftmaxAttention, "latent": LatentAttention}
+KINDS: dict[str, type[Attention]] = {
+    "softmax": SoftmaxAttention,
+    "latent": LatentAttention,
+    "delta": DeltaAttention,
+}
 """By their names in `AttentionConfig.kind_of`."""
 
 

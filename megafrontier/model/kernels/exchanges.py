@@ -1,12 +1,16 @@
-"""How attention gets the keys and values of other parts of a document, such as other ranks'."""
+"""How attention gets the keys and values, or the states, of other parts of a document, such as
+those of other ranks."""
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megafrontier.model.kernels.delta import Maps
 
 
 class AttentionPart(NamedTuple):
@@ -54,6 +58,20 @@ class Exchange(Protocol):
     ) -> Callable[[], Tensor]:
         """Send the gradients fp32 [p, heads, d] of the earlier tokens, as `dtype`. The result waits
         for the sum of all processes' gradients of this one's tokens, fp32 [n, heads, d]."""
+        ...
+
+    def has_cuts(self, documents: Tensor) -> bool:
+        """Whether some document has more than one part."""
+        ...
+
+    def cut_parts(self, documents: Tensor) -> Sequence[int]:
+        """Which of this process's parts are of documents with more than one."""
+        ...
+
+    def scan(self, maps: "Maps", documents: Tensor, backwards: bool = False) -> Tensor:
+        """The states before this process's `cut_parts` [p, h, dk, dv], if the state before each
+        document is 0. `maps` [p, h, ..] of these parts. All processes call it if there are cuts.
+        `backwards`: the last part of a document is the first one."""
         ...
 
 
