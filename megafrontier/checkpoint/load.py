@@ -262,8 +262,9 @@ Load = Callable[[Checkpoint], None]
 may be failing, and overwrites all that it sets, because it may be called for an older checkpoint
 after one that turned out to be damaged."""
 
-OpenNewer = Callable[[Load, int], Checkpoint | None]
-"""Loads a checkpoint that is newer than a step, on all ranks; None without one."""
+OpenNear = Callable[[Load, int], Checkpoint | None]
+"""Loads a checkpoint that is not older than the step of one in the storage (0: none is there), on
+all ranks; None without one."""
 
 
 def open_newest(
@@ -271,11 +272,11 @@ def open_newest(
     load: Load,
     world: World,
     warn: Callable[[str], None],
-    open_newer: OpenNewer = lambda load, step: None,
+    open_near: OpenNear = lambda load, step: None,
 ) -> Checkpoint | None:
     """Load the newest whole checkpoint in `root`; all ranks call it and get the same one. Returns
     None if there is no checkpoint. `warn` is called on rank 0 for each damaged checkpoint.
-    `open_newer` may know newer ones than those in `root`.
+    `open_near` may know one that need not be read from the storage.
 
     Raises on all ranks: UserError if there are checkpoints and none is whole, because to start over
     in silence would waste them, or if one does not fit the model or was written by a later version;
@@ -290,16 +291,16 @@ def open_newest(
 
     refused = []
     for name in json.loads(world.broadcast_from_rank_0(list_names)):
-        if (newer := open_newer(load, step_of(root / name) or 0)) is not None:
-            return newer
+        if (near := open_near(load, step_of(root / name) or 0)) is not None:
+            return near
         checkpoint, problem = _try_to_load(root / name, load, world)
         if checkpoint is not None:
             return checkpoint
         refused.append(problem)
         if world.rank == 0:
             warn(f"checkpoint refused, trying the one before: {problem}")
-    if (newer := open_newer(load, 0)) is not None:
-        return newer
+    if (near := open_near(load, 0)) is not None:
+        return near
     if refused:
         raise UserError(
             f"{root}: none of {len(refused)} checkpoints is whole: {'; '.join(refused)}; to start "

@@ -23,7 +23,7 @@ from tests.checkpoint.helpers import (
 )
 
 
-def resume(root, ranks=4, open_newer=lambda load, step: None):
+def resume(root, ranks=4, open_near=lambda load, step: None):
     """The step that all ranks have loaded, and the warnings. Raises what all ranks raise."""
     warnings = []
     layouts = make_layouts(BY_BLOCK, ranks)
@@ -35,7 +35,7 @@ def resume(root, ranks=4, open_newer=lambda load, step: None):
             lambda found: found.fill(layouts, shards, world.rank, ranks),
             world,
             warnings.append,
-            open_newer,
+            open_near,
         )
         if checkpoint is None:
             return None
@@ -70,18 +70,18 @@ def test_a_newer_snapshot_comes_before_a_checkpoint_and_after_a_damaged_newer_on
     (tmp_path / "all" / "step-00000200").rename(elsewhere)
     asked = []
 
-    def open_newer(load, step):
+    def open_near(load, step):
         asked.append(step)
         if step >= 200:
             return None
         load(found := open_checkpoint(elsewhere))
         return found
 
-    assert resume(tmp_path / "all", 1, open_newer) == (300, [])
+    assert resume(tmp_path / "all", 1, open_near) == (300, [])
     _flip_payload(tmp_path / "all" / "step-00000300")
-    step, warnings = resume(tmp_path / "all", 1, open_newer)
+    step, warnings = resume(tmp_path / "all", 1, open_near)
     assert (step, len(warnings)) == (200, 1)
-    assert resume(tmp_path / "nowhere", 1, open_newer) == (200, [])
+    assert resume(tmp_path / "nowhere", 1, open_near) == (200, [])
     assert asked == [300, 300, 100, 0]
 
 

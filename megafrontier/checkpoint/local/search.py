@@ -84,10 +84,10 @@ def search(
     ranks: Ranks,
     own: OwnEntries,
     refused: Collection[int],
-    newer_than: int,
+    stored_step: int,
 ) -> tuple[int, Held | None]:
-    """The newest snapshot after step `newer_than` that is not among the `refused` keys, whole or
-    not; all ranks call it and get the same one. Returns its key, -1 without one, and where its
+    """The newest snapshot not before step `stored_step` that is not among the `refused` keys, whole
+    or not; all ranks call it and get the same one. Returns its key, -1 without one, and where its
     shards are, None if it is not sound.
 
     One message says which shards are where, two ranks at most for each.
@@ -95,7 +95,7 @@ def search(
     keys = {_key(entry.generation) for entry in own.entries} - set(refused)
     newest = max(keys, default=-1)
     key = int(world.maximum(torch.tensor([newest], device=world.device)).item())
-    if key >> _ID_BITS <= newer_than or key < 0:
+    if key < 0 or key >> _ID_BITS < stored_step:
         return -1, None
     text = world.first_error(own.describe(key))
     assert text is not None

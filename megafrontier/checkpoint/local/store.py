@@ -226,23 +226,24 @@ class SnapshotStore:
 
     # Reading
 
-    def open_newest(self, load: Load, newer_than: int) -> Snapshot | None:
-        """Load the newest whole snapshot after step `newer_than`; all ranks call it and get the
-        same one. None without one. What is damaged, incomplete or does not fit is named in the log,
-        and gone around.
+    def open_newest(self, load: Load, stored_step: int) -> Snapshot | None:
+        """Load the newest whole snapshot, if it is not older than the newest checkpoint in the
+        storage, of step `stored_step` (0 without one); all ranks call it and get the same one. None
+        without one. What is damaged, incomplete or does not fit is named in the log, and gone
+        around.
         """
         own = OwnEntries.of(self._folders)
         refused: set[int] = set()
         found: Snapshot | None = None
         while found is None:
-            key, held = search(self._world, self._ranks, own, refused, newer_than)
+            key, held = search(self._world, self._ranks, own, refused, stored_step)
             if key < 0:
                 break
             refused.add(key)
             if held is None:
                 self._info("a snapshot refused: its description is not sound")
             else:
-                found = self._load(held, own, key, load, newer_than)
+                found = self._load(held, own, key, load, stored_step)
         return found
 
     def keep(self, used: Checkpoint | None) -> None:

@@ -147,8 +147,8 @@ def resume(
         _on_rank_0(trainer, record)
         return None
     _on_rank_0(trainer, partial(_refuse_loose_link, root))
-    open_newer = (snapshots.open_newest,) if snapshots else ()
-    found = None if is_back else open_newest(root, load, world, run_logger.info, *open_newer)
+    open_near = (snapshots.open_newest,) if snapshots else ()
+    found = None if is_back else open_newest(root, load, world, run_logger.info, *open_near)
     if snapshots is not None:
         snapshots.keep(found)
     if found is not None and path is not None and not goes_back(config):

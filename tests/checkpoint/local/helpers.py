@@ -65,9 +65,9 @@ class Nodes:
         """Take whole snapshots in one start. `change`: of a rank's shards before each."""
         return self.start(lambda rank: [rank.take(step, change) for step in steps])
 
-    def load(self, newer_than: int = 0) -> tuple[int | None, Tensors | None, list[Snapshot]]:
+    def load(self, stored_step: int = 0) -> tuple[int | None, Tensors | None, list[Snapshot]]:
         """Another start: the step that it goes on from, the tensors it has, and what it read."""
-        found = self.start(lambda rank: rank.load(newer_than))
+        found = self.start(lambda rank: rank.load(stored_step))
         snapshots = [snapshot for snapshot, _ in found]
         if snapshots[0] is None:
             assert snapshots == [None] * len(snapshots)
@@ -122,14 +122,14 @@ class Rank:
         self.world.barrier()
         return pending.problem, pending.copy_problem
 
-    def load(self, newer_than: int) -> tuple[Snapshot | None, dict[str, list]]:
+    def load(self, stored_step: int) -> tuple[Snapshot | None, dict[str, list]]:
         shards = {
             state: [torch.zeros(unit.numel // self.size, dtype=dtype) for unit in self.layouts]
             for state, dtype in STATES.items()
         }
         rank = self.world.rank
         snapshot = self.store.open_newest(
-            lambda found: found.fill(self.layouts, shards, rank, self.size), newer_than
+            lambda found: found.fill(self.layouts, shards, rank, self.size), stored_step
         )
         self.store.keep(snapshot)
         self.world.barrier()

@@ -26,7 +26,8 @@ def test_a_start_reads_the_newest_snapshot_from_the_memory_of_its_nodes(tmp_path
     assert snapshots[0].local_bytes > 0
     assert snapshots[0].fetched_bytes == 0
     assert nodes.log == []
-    assert nodes.load(newer_than=30)[0] is None
+    assert nodes.load(stored_step=30)[0] == 30  # of the same step that the storage has
+    assert nodes.load(stored_step=31)[0] is None
 
 
 def test_each_shard_is_on_two_nodes_in_two_generations(tmp_path):
