@@ -37,7 +37,7 @@ LIMIT_SECONDS = 600.0
 MANY_TRIES = 500
 TIMES_ROUNDING = 8
 """A layout changes the order of many more sums than a micro-batch does."""
-MOST_ROUNDING = 1e-3
+MOST_ROUNDING = 0.05
 """A larger gap is a fault, whatever the model."""
 
 Choices = Mapping[str, list[Any]]
