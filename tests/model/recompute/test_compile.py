@@ -16,7 +16,7 @@ from megafrontier.model.recompute import compile
 from megafrontier.parallel.mesh import Splits
 from tests.model.moe.shapes import LOSS
 from tests.model.recompute.test_checkpointing import Counting
-from tests.model.small_models import GEMMA, SHAPES, small_config
+from tests.model.small_models import DELTA, GEMMA, SHAPES, small_config
 from tests.model.test_gpt_sharded import losses_alone, losses_sharded
 from tests.ranks import run_mesh, run_ranks
 from tests.splits.matrix import Case, assert_equal, train_alone, train_split
@@ -84,11 +84,13 @@ def test_blocks_of_each_mode_share_a_graph(compiler, make_model, tokens, monkeyp
     assert not counters["graph_break"]
 
 
-def test_windows_have_a_graph_for_each_kind_of_block(compiler, make_model, tokens):
-    config = small_config(**GEMMA)
+@pytest.mark.parametrize("shape", [GEMMA, DELTA], ids=["windows", "delta"])
+def test_each_kind_of_block_has_a_graph(compiler, make_model, tokens, shape):
+    config = small_config(**shape)
     plain, model = make_model(config), make_model(config, compile_blocks=True)
-    inputs = (tokens, tokens, documents(DOCUMENTS[0]))
-    assert_near(gradients(model, *inputs), gradients(plain, *inputs))
+    for starts in DOCUMENTS[: 2 if shape is DELTA else 1]:
+        inputs = (tokens, tokens, documents(starts))
+        assert_near(gradients(model, *inputs), gradients(plain, *inputs))
     assert compiler.frame_count == 2 + LOSSES
     assert not counters["graph_break"]
 
