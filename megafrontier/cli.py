@@ -168,6 +168,7 @@ def _merge(a: argparse.Namespace) -> None:
         "build rank 0 without memory and without peers, and say what it needs",
         action="store_true",
     ),
+    _arg("--tokens", "with --dry-run: of a whole run, for its node-hours", type=float, metavar="T"),
 )
 def _train(a: argparse.Namespace) -> int:
     from megafrontier.common.signals import record_stop_requests
@@ -181,7 +182,7 @@ def _train(a: argparse.Namespace) -> int:
     if a.dry_run:
         from megafrontier.planner.command import dry_run_command
 
-        print(dry_run_command(a.config, a.overrides, a.nproc))
+        print(dry_run_command(a.config, a.overrides, a.nproc, a.tokens))
         return 0
     with record_stop_requests():  # from here on, because the imports alone take seconds
         from megafrontier.config import load_config

@@ -42,7 +42,7 @@ from megafrontier.plan.footprint import GIB
 from megafrontier.plan.refuse import check_layout
 from megafrontier.plan.resolve import RunPlan
 from megafrontier.planner.auto import choose_layout
-from megafrontier.planner.command import ranks_per_node
+from megafrontier.planner.table import ranks_per_node
 
 BROKEN = 4
 """The exit code if a promise is broken."""

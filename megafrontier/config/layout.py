@@ -112,16 +112,17 @@ class PartitionConfig:
 class ParallelConfig:
     tensor: int | str = bounded(1, at_least=1)
     """Ranks that share each matrix, and between matrices the tokens: the innermost. `auto`
-    (`parallel: auto` for short): the number that `plan` predicts to be the fastest. A number, which
-    must fill each level before it enters the next, or a level's name: all ranks up to that level
-    that no inner split takes. Ranks that no split takes are data-parallel."""
+    (`parallel: auto` for short): the number that `plan` predicts to be the fastest, and with it
+    every split that is 1. A number, which must fill each level before it enters the next, or a
+    level's name: all ranks up to that level that no inner split takes. Ranks that no split takes
+    are data-parallel."""
     context: int | str = bounded(1, at_least=1)
     """Ranks that share each sequence: the next after `tensor`. Twice the number must divide
     `model.sequence_length`."""
     expert: int | str = bounded(1, at_least=1)
     """Ranks that share the experts of a block: the innermost of the context and data-parallel
     ranks. Must divide `model.moe.experts`. A token crosses each level once for each group of ranks
-    beyond it that has some of its experts. `auto` as for `tensor`; `parallel: auto` chooses both,
+    beyond it that has some of its experts. `auto` as for `tensor`; `parallel: auto` chooses all,
     unless a number of ranks above 1 is given here."""
     token_pieces: int = count(1)
     """`expert`: pieces in which the tokens of a micro-batch move to their experts and back. While

@@ -55,7 +55,7 @@ def describe_run(
             "the cores of a rank"
         )
     yield from _warn_of_sizes(config, plan)
-    if config.partition.overlap == "full" and any(part in name for part in RCCL_DEVICES):
+    if config.partition.overlap == "full" and uses_rccl(name):
         yield (
             "warning: partition.overlap: full, but RCCL may start the kernels of several "
             "communicators in another order on each device, which has hung on MI250X "
@@ -74,6 +74,11 @@ def describe_run(
         or config.model.scaling
     ):
         yield from optimizer_groups(config).describe()
+
+
+def uses_rccl(name: str) -> bool:
+    """Whether a device of this name has RCCL for its collectives."""
+    return any(part in name for part in RCCL_DEVICES)
 
 
 def _warn_of_sizes(config: Config, plan: RunPlan) -> Iterator[str]:
@@ -123,15 +128,23 @@ def _summarize(config: Config, plan: RunPlan) -> str:
 
 
 def _describe_placement(placement: Placement, levels: Levels) -> str:
-    names = ("none", *levels.names)
-    shards = f"weights {names[placement.weights]}"
-    if placement.backward_weights != placement.weights:
-        shards += f" (in backward {names[placement.backward_weights]})"
+    shards, *rest = describe_depths(placement, levels, whole=True)
     if not placement.on(levels).has_copy:
         shards += " (cast from the masters)"
-    return (
-        f"{shards}, gradients {names[placement.gradients]}, optimizer {names[placement.optimizer]}"
-    )
+    return ", ".join([shards, *rest])
+
+
+def describe_depths(placement: Placement, levels: Levels, whole: bool = False) -> list[str]:
+    """Through which level each state is sharded. Without `whole`, not that of the optimizer if it
+    is sharded over all ranks."""
+    names = ("none", *levels.names)
+    weights = f"weights {names[placement.weights]}"
+    if placement.backward_weights != placement.weights:
+        weights += f" (in backward {names[placement.backward_weights]})"
+    found = [weights, f"gradients {names[placement.gradients]}"]
+    if whole or placement.optimizer < len(levels.names):
+        found.append(f"optimizer {names[placement.optimizer]}")
+    return found
 
 
 def _describe_wires(config: Config, plan: RunPlan) -> str:

@@ -95,15 +95,25 @@ def state_gib(
 
     Buffers (`buffer_gib`), activations and the allocator's overhead come on top.
     """
+    units = rank_units(config, plan, rank)
+    return max(_state_gib(config, plan, own, in_first_forward) for own in units)
+
+
+def held_gib(
+    config: Config, plan: RunPlan, units: Sequence[UnitSize], in_first_forward: bool = False
+) -> float:
+    """GiB of state and buffers of a rank with these units, by formula, as `state_gib`."""
+    return _state_gib(config, plan, units, in_first_forward) + _buffer_gib(config, plan, units)
+
+
+def _state_gib(
+    config: Config, plan: RunPlan, units: Sequence[UnitSize], in_first_forward: bool
+) -> float:
     left_out = {"host"}
     if in_first_forward and plan.machine.device.is_accelerator:
         left_out.add("gradients")
-
-    def kept(units: Sequence[UnitSize]) -> int:
-        states = rank_state_bytes(config, plan, units)
-        return sum(size for state, size in states.items() if state not in left_out)
-
-    return max(map(kept, rank_units(config, plan, rank))) / GIB
+    states = rank_state_bytes(config, plan, units)
+    return sum(size for state, size in states.items() if state not in left_out) / GIB
 
 
 def rank_units(config: Config, plan: RunPlan, rank: int | None = None) -> list[list[UnitSize]]:

@@ -2,8 +2,9 @@
 checkpointing, before the ranks start."""
 
 from megafrontier.config import Config
+from megafrontier.planner.candidates import Free
 from megafrontier.planner.checkpointing import describe_modes, resolve_checkpointing
-from megafrontier.planner.search import WORKERS, Free, search
+from megafrontier.planner.search import WORKERS, search
 
 SIMULATED = 3
 
@@ -20,10 +21,13 @@ def choose_layout(config: Config, ranks: int, workers: int = WORKERS) -> tuple[C
     if not config.has_auto_layout:
         return resolve_checkpointing(config, ranks)
     is_whole = config.parallel.tensor == "auto"
+    parallel = config.parallel
     free = Free(
         placement=config.partition.strategy == "auto",
         tensor=is_whole,
-        expert=config.parallel.expert == "auto" or (is_whole and config.parallel.expert == 1),
+        context=is_whole and parallel.context == 1,
+        expert=parallel.expert == "auto" or (is_whole and parallel.expert == 1),
+        pipeline=is_whole and parallel.pipeline == 1,
         wires=False,
         memory=False,
     )

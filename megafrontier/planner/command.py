@@ -3,13 +3,13 @@
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from megafrontier.common.errors import UserError, need, print_error
-from megafrontier.config import Config, MachineConfig, load_config, load_machine, save_config
+from megafrontier.config import Config, load_config, load_machine, save_config
 from megafrontier.parallel.env import identify
 from megafrontier.plan.describe import describe_run
 from megafrontier.plan.footprint import host_gib
@@ -24,6 +24,15 @@ from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.search import CandidateLayout, search
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.rates import UNKNOWN
+from megafrontier.planner.table import (
+    describe_memory,
+    describe_step,
+    gain_over_configured,
+    mfu,
+    ranks_per_node,
+    short_form,
+    table,
+)
 from megafrontier.training.logging.run_log import check_parents
 from megafrontier.training.resume.resume import check_own
 
@@ -53,7 +62,7 @@ def plan_command(
     ranks = nodes * ranks_per_node(machine)
     if not config.has_auto_layout:
         check_layout(config, ranks)
-    layouts = search(config, ranks)
+    layouts = search(config, ranks, report=_report_progress)
     if config.has_auto_layout:
         check_layout(layouts[0].config, ranks)
     if not layouts[0].fits and not as_json:
@@ -66,6 +75,7 @@ def plan_command(
     if as_json:
         found = {"machine": config.machine, "nodes": nodes}
         found |= {} if failures is None else {"failures": failures.as_dict()}
+        found["gain_over_configured"] = gain_over_configured(layouts)
         plans = [as_dict(layout, failures) for layout in layouts]
         return json.dumps({**found, "plans": plans}, indent=1)
     lines = [table(config, layouts, nodes, tokens)]
@@ -74,19 +84,28 @@ def plan_command(
     return "\n".join(lines)
 
 
+def _report_progress(count: int) -> None:
+    """A line on a terminal that the next one replaces."""
+    if sys.stderr.isatty():
+        print(f"\r\033[Kplan: {count} layouts simulated\r", end="", file=sys.stderr, flush=True)
+
+
 def _describe_goodput(layouts: Sequence[CandidateLayout], failures: Failures) -> Iterator[str]:
     """Of the best layout, and of the configured one."""
     for place, layout in enumerate(layouts):
-        if place == 0 or not layout.overrides:
+        if place == 0 or layout.is_configured:
             name = "best layout" if place == 0 else "configured layout"
             yield from LayoutFailures.of(layout, failures).lines(name)
 
 
-def dry_run_command(path: str, overrides: Sequence[str], ranks: int | None) -> str:
+def dry_run_command(
+    path: str, overrides: Sequence[str], ranks: int | None, tokens: float | None = None
+) -> str:
     """What a run will say about its ranks, and the memory of rank 0, which is built: of a deep
     model without a pipeline, two shallow ones, as `simulate_blocks` does.
 
-    `ranks`: default: those of the launcher, or 1. Raises UserError for a config that `train` would
+    `ranks`: default: those of the launcher, or 1. `tokens`: of the whole run, for its node-hours;
+    default: those of `train.steps`. Raises UserError for a config that `train` would
     refuse, also for a missing corpus, and if the tensors do not fit into the device's memory.
     """
     config = load_config(path, overrides)
@@ -108,17 +127,12 @@ def dry_run_command(path: str, overrides: Sequence[str], ranks: int | None) -> s
             f"machine.device.memory_gib: {memory:g}, need {step.worst_gib + reserve.gib:.3g} on "
             f"{plan.levels.ranks} ranks: {_parts(step)}; {reserve}; take {memory_advice(config)}"
         )
+    lines += describe_step(config, plan, step, tokens) if seconds else []
     lines += describe_saves(config, plan, seconds)
     lines.append(f"rank 0: {step.gib:.3g} GiB of tensors at the peak: {_parts(step)}")
-    if plan.machine.device.memory_gib is not None:
-        lines.append(_describe_room(step, plan))
+    if not seconds:
+        lines.append(describe_memory(plan, step))
     return "\n".join(lines)
-
-
-def _describe_room(step: Simulated, plan: RunPlan) -> str:
-    """One line: what a layout leaves of the device, and what is reserved."""
-    memory = plan.machine.device.memory_gib or 0.0
-    return f"memory: {step.worst_gib:.3g} GiB of {memory:g}, {Reserve.of(plan)}"
 
 
 def _predicted(config: Config, plan: RunPlan) -> tuple[Simulated, float | None]:
@@ -131,18 +145,14 @@ def _predicted(config: Config, plan: RunPlan) -> tuple[Simulated, float | None]:
 
 
 def predict(config: Config, plan: RunPlan, limit_seconds: float | None = None) -> list[str]:
-    """What a job will do: a line with the step's time and memory, unless it cannot be planned, and
+    """What a job will do: lines with the step's time and memory, unless it cannot be planned, and
     when checkpoints are saved. `limit_seconds`: as for `describe_saves`."""
     try:
         step = simulate_blocks(config, plan)
     except UserError:
         return [*describe_saves(config, plan, None, limit_seconds)]
-    found = (
-        f"plan: {step.seconds:.3g} s a step, {step.tokens_per_second:,.0f} tokens/s, "
-        f"{step.tflops_per_device:.3g} TF/s a device, {step.worst_gib:.3g} GiB of tensors; most "
-        f"time goes to {step.limit}"
-    )
-    return [found, *describe_saves(config, plan, step.seconds, limit_seconds)]
+    found = describe_step(config, plan, step)
+    return [*found, *describe_saves(config, plan, step.seconds, limit_seconds)]
 
 
 def _parts(step: Simulated) -> str:
@@ -151,12 +161,6 @@ def _parts(step: Simulated) -> str:
     if step.worst_memory is not None:
         parts.append(f"with the worst routing {step.worst_gib:.3g} in all")
     return ", ".join(parts)
-
-
-def ranks_per_node(machine: MachineConfig) -> int:
-    """By the machine file, or all levels but the last."""
-    sizes = [level.size for level in machine.levels.values()][:-1]
-    return machine.device.ranks_per_host or prod(size or 1 for size in sizes)
 
 
 def too_large(layout: CandidateLayout) -> str:
@@ -168,17 +172,13 @@ def too_large(layout: CandidateLayout) -> str:
     )
 
 
-def mfu(layout: CandidateLayout) -> float | None:
-    """Share of the device's peak; None if the machine file does not state it."""
-    peak = layout.plan.machine.device.peak_tflops
-    return None if peak is None else layout.step.tflops_per_device / peak
-
-
 def as_dict(layout: CandidateLayout, failures: Failures | None = None) -> dict[str, Any]:
     """A plan in JSON."""
     step = layout.step
     return {
+        "configured": layout.is_configured,
         "overrides": list(layout.overrides),
+        "layout": short_form(layout),
         "fits": layout.fits,
         "gib": step.gib,
         "memory": step.memory,
@@ -194,31 +194,3 @@ def as_dict(layout: CandidateLayout, failures: Failures | None = None) -> dict[s
         "limit": step.limit,
         **({} if failures is None else {"goodput": LayoutFailures.of(layout, failures).as_dict()}),
     }
-
-
-def table(
-    config: Config, layouts: Sequence[CandidateLayout], nodes: int, tokens: float | None
-) -> str:
-    """One line for each layout, fastest first."""
-    names = list(layouts[0].step.sent)
-    has_experts = config.model.moe is not None
-    head = ["fits", "GiB", *["worst GiB"] * has_experts, "step s", "tokens/s", "TF/s", "MFU %"]
-    head += [f"{name} GB" for name in names] + ["waits s", "bubble %", "limit"]
-    if tokens is not None:
-        head.append("node-hours")
-    rows = [[*head, "overrides"]]
-    for layout in layouts:
-        step, share = layout.step, mfu(layout)
-        row = ["yes" if layout.fits else "no", f"{step.gib:.1f}"]
-        row += [f"{step.worst_gib:.1f}"] * has_experts + [f"{step.seconds:.3f}"]
-        row += [f"{step.tokens_per_second:,.0f}", f"{step.tflops_per_device:.1f}"]
-        row.append("-" if share is None else f"{100 * share:.1f}")
-        row += [f"{step.sent[name] / 1e9:.2f}" for name in names]
-        row += [f"{sum(step.exposed.values()):.3f}", f"{100 * step.bubble:.0f}", step.limit]
-        if tokens is not None:
-            row.append(f"{tokens / step.tokens_per_second / 3600 * nodes:,.0f}")
-        rows.append([*row, " ".join(layout.overrides) or "(as configured)"])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = ["  ".join([*map(str.rjust, row, widths), row[-1]]) for row in rows]
-    ranks = layouts[0].plan.levels.ranks
-    return "\n".join([f"{config.run.name} on {nodes} nodes, {ranks} ranks; a step each:", *lines])

@@ -23,14 +23,40 @@ def sent_bytes(
 ) -> list[float]:
     """Bytes that one rank sends over each level in a step."""
     recomputed = sum(mode in RECOMPUTES_BLOCK for mode in config.checkpointing)
-    split = zip(_tensor(config, plan, recomputed), _tokens(config, plan, recomputed), strict=True)
-    sent = [micro_batches * (activations + tokens) for activations, tokens in split]
+    parts = _tensor(config, plan, recomputed), _tokens(config, plan, recomputed)
+    stages = plan.shape.splits.pipeline
+    split = zip(*parts, _borders(config, plan), strict=True)
+    sent = [
+        micro_batches * ((activations + tokens) / stages + hidden)
+        for activations, tokens, hidden in split
+    ]
     for numel, over, rules in units:
         # Each forward and each backward gathers the weights.
         passes = micro_batches, 2 * micro_batches
         states = state_bytes(numel, rules.placement.on(over), over, rules.wires, *passes)
         sent = [a + b for a, b in zip(sent, states, strict=True)]
     return sent
+
+
+def sent_messages(
+    plan: RunPlan, units: Sequence[UnitGroup], blocks: int, micro_batches: int
+) -> list[int]:
+    """Messages one after the other that a rank sends over each level in a step, for the states of
+    so many blocks: of the kind of parameters that has most."""
+    most = [0] * len(plan.levels.sizes)
+    for _, over, rules in units:
+        placement = rules.placement.on(over)
+        for i, size in enumerate(over.sizes):
+            gathers, reductions = _passes(placement, i, micro_batches, 2 * micro_batches)
+            most[i] = max(most[i], (size - 1) * (gathers + reductions) * blocks)
+    return most
+
+
+def _passes(placement: Placement, level: int, micro_batches: int, gathers: int) -> tuple[int, int]:
+    """How often a step gathers a unit over a level, and reduces its gradients there."""
+    gathered = gathers if level < placement.backward_weights else int(level < placement.optimizer)
+    reduced = micro_batches if level < placement.gradients else 1
+    return gathered, reduced + (level >= placement.optimizer)  # every replica gathers the sum
 
 
 def state_bytes(
@@ -47,9 +73,7 @@ def state_bytes(
     totals = []
     for i, size in enumerate(levels.sizes):
         shard = numel // prod(levels.sizes[: i + 1])
-        gathered = gathers if i < placement.backward_weights else int(i < placement.optimizer)
-        reduced = micro_batches if i < placement.gradients else 1
-        reduced += i >= placement.optimizer  # every replica gathers the sum
+        gathered, reduced = _passes(placement, i, micro_batches, gathers)
         # A delta is passed on as one message of each owner.
         owners = prod(levels.sizes[i + 1 : placement.optimizer]) if wires.gather[i].is_delta else 1
         message = wires.reduce[i].codec.message_bytes(shard) * reduced
@@ -71,6 +95,23 @@ def _tensor(config: Config, plan: RunPlan, recomputed: int) -> list[float]:
         for i, size in enumerate(levels.sizes)
         for codec in [plan.activations.codec(i, dtype)]
     ]
+
+
+def _borders(config: Config, plan: RunPlan) -> list[float]:
+    """To the next stage of a pipeline and back, for a micro-batch: over its outermost level, which
+    some ranks cross."""
+    levels, splits = plan.shape.over(("pipeline",)), plan.shape.splits
+    elements = config.train.micro_batch * config.model.sequence_length * config.model.hidden
+    elements //= splits.tensor * splits.context
+    dtype, sent = DTYPES[config.train.precision], [0.0] * len(levels.sizes)
+    for level, size in enumerate(levels.sizes):
+        if size > 1:
+            sent = [0.0] * len(sent)
+            times = 2 * plan.division.stages_per_rank
+            sent[level] = float(
+                times * plan.activations.codec(level, dtype).message_bytes(elements)
+            )
+    return sent
 
 
 def _tokens(config: Config, plan: RunPlan, recomputed: int) -> list[float]:

@@ -8,10 +8,10 @@ from megafrontier.config import Config, ModelConfig
 from megafrontier.plan.resolve import RunPlan, resolve_plan
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.rates import Rates
-from megafrontier.planner.simulation.simulate import simulate
+from megafrontier.planner.simulation.simulate import MICRO_BATCHES, simulate
 from megafrontier.planner.sites import add_sites
 
-SHALLOW = 4, 6
+SHALLOW = 4, 5
 """Blocks of the two models: more than are prefetched and published ahead. If blocks differ in a
 period, the next multiples of it."""
 
@@ -25,8 +25,9 @@ def shallow_layers(model: ModelConfig) -> tuple[int, int]:
 
 
 def simulate_blocks(config: Config, plan: RunPlan, rates: Rates | None = None) -> Simulated:
-    """`simulate` of a rank, in a time that does not depend on the number of blocks, unless a
-    pipeline divides them or their modes of activation checkpointing differ. `rates`: default: those
+    """`simulate` of a rank, in a time that does not depend on the number of blocks, unless their
+    modes of activation checkpointing differ. Of a pipeline, whose ranks have few blocks, it is the
+    number of micro-batches that does not count. `rates`: default: those
     of the plan's machine file.
 
     Raises UserError as `simulate`.
@@ -34,7 +35,10 @@ def simulate_blocks(config: Config, plan: RunPlan, rates: Rates | None = None) -
     layers = config.model.layers
     counts = shallow_layers(config.model)
     differ = len(set(config.checkpointing)) > 1
-    if layers <= counts[1] or plan.division.ranks > 1 or differ:
+    if plan.division.ranks > 1:
+        step = simulate(config, plan, rates, micro_batches=MICRO_BATCHES)
+        return add_sites(config, plan, step)
+    if layers <= counts[1] or differ:
         return add_sites(config, plan, simulate(config, plan, rates))
     fewer, more = (_with_layers(config, count, plan.levels.ranks, rates) for count in counts)
     times = (layers - counts[0]) / (counts[1] - counts[0])

@@ -6,9 +6,10 @@ import pytest
 
 from megafrontier.config import load_config
 from megafrontier.config.model.moe import ExpertGroupsConfig, MoEConfig
+from megafrontier.plan.footprint import unit_sizes
 from megafrontier.plan.resolve import micro_batches_of, resolve_plan
+from megafrontier.planner.candidates import by_levels
 from megafrontier.planner.estimate import sent_bytes
-from megafrontier.planner.search import _by_levels
 from megafrontier.planner.simulation.rates import UNKNOWN
 from megafrontier.planner.simulation.routing import distinct_share
 from megafrontier.planner.simulation.simulate import simulate
@@ -35,7 +36,8 @@ def test_the_bytes_of_each_level_are_nearly_those_of_the_simulation(name, chosen
     plan = resolve_plan(config, 16)
     simulated = simulate(config, plan, UNKNOWN)
     number = micro_batches_of(config, plan)
-    estimated = sent_bytes(config, plan, _by_levels(config, plan), number)
+    groups = by_levels(plan, unit_sizes(config, plan.shape.splits))
+    estimated = sent_bytes(config, plan, groups, number)
     assert estimated == pytest.approx(list(simulated.sent.values()), rel=0.4)
 
 

@@ -33,6 +33,11 @@ class FP32GradEmbedding(nn.Embedding):
     soon add nothing.
     """
 
+    def reset_parameters(self) -> None:
+        """Nothing on meta, where drawing values would take seconds to import torch's compiler."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def forward(self, ids: Tensor) -> Tensor:
         """ids [b, s] → [b, s, hidden]."""
         if self.weight.device.type == "cpu" and self.weight.dtype != torch.float32:

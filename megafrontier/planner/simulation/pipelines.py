@@ -17,6 +17,7 @@ from megafrontier.pipeline.simulate import StageCosts
 from megafrontier.pipeline.simulate import simulate as run_table
 from megafrontier.pipeline.table import Action, ActionKind
 from megafrontier.pipeline.transfers import with_transfers
+from megafrontier.plan.footprint import GIB
 from megafrontier.plan.resolve import RunPlan
 from megafrontier.planner.simulation.rank import Counted, Simulated
 from megafrontier.planner.simulation.rates import Rates
@@ -52,9 +53,29 @@ def combine(
     for rank, each in counted.items():
         more = micro_batches - each.loader.micro_batches
         usual = [_medians(of) for of in actions[rank].values()]
-        steps[rank] = each.result(config, partial(_extend, usual, more))
+        step = each.result(config, partial(_extend, usual, more))
+        ahead = _held_ahead(division, rank, actions[rank], each.loader.micro_batches, micro_batches)
+        for memory in step.memories:
+            memory["activations"] += ahead / GIB
+        steps[rank] = step
     fullest = max(steps.values(), key=lambda step: step.gib)
     return replace(fullest, seconds=table.seconds + tail, bubble=table.bubble)
+
+
+def _held_ahead(
+    division: Division, rank: int, actions: Actions, simulated: int, micro_batches: int
+) -> float:
+    """Bytes that a rank holds more at most if a step has so many micro-batches: more of them are in
+    flight then."""
+
+    def most(number: int) -> float:
+        held = [0.0]
+        for action in division.table(min(number, ROUNDS * division.stages))[rank]:
+            held.append(held[-1] + changes[action.stage, action.kind])
+        return max(held)
+
+    changes = {key: _medians(of)["held"] for key, of in actions.items()}
+    return max(0.0, most(micro_batches) - most(simulated))
 
 
 def _actions(counted: Counted) -> Actions:

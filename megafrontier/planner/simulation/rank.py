@@ -111,6 +111,8 @@ def run_rank(
     clock = Clock()
     memory = Memory(ROUNDING[plan.machine.device.is_accelerator])
     with ExitStack() as stack:
+        gc.freeze()  # a collection then looks at what is made here alone
+        stack.callback(gc.unfreeze)
         mesh = stack.enter_context(dry_mesh(plan, rank))
         meter = Meter(clock, rates.device, rates.links, memory, mesh.levels_of_groups)
         stack.enter_context(clock.running())
@@ -156,6 +158,7 @@ class Counted:
     def _mark(self) -> Counter[str]:
         clock, meter = self._meter.clock, self._meter
         found = {"seconds": clock.now, "computing": clock.busy[COMPUTE]}
+        found["held"] = meter.memory.now - sum(meter.memory.gradients())
         found |= {f"sent {level}": sent for level, sent in meter.sent.items()}
         found |= {f"exposed {level}": seconds for level, seconds in clock.exposed.items()}
         return Counter(found)  # in which what was not counted yet is 0
