@@ -84,7 +84,7 @@ class Candidate:
     """Seconds of the step without all that computation waits for."""
 
 
-class States(NamedTuple):
+class StateKind(NamedTuple):
     """How the largest part of the parameters under some rules is sharded and sent."""
 
     depths: tuple[object, ...]
@@ -96,7 +96,7 @@ class LayoutKind(NamedTuple):
     """Equal for layouts that do the same under other names."""
 
     splits: Splits
-    states: tuple[States, ...]
+    states: tuple[StateKind, ...]
     work: tuple[object, ...]
     """Schedule, micro-batch, what is recomputed, and overlap."""
 
@@ -161,7 +161,7 @@ def _of_model(plan: RunPlan) -> Splits:
     return replace(plan.shape.splits, pipeline=1, context=1)
 
 
-def _states(plan: RunPlan, groups: Sequence[UnitGroup]) -> tuple[States, ...]:
+def _states(plan: RunPlan, groups: Sequence[UnitGroup]) -> tuple[StateKind, ...]:
     """Placements are the same that, for most parameters, differ only at levels of one rank."""
     largest = []
     for rules in dict.fromkeys((plan.default, plan.experts)):
@@ -172,7 +172,7 @@ def _states(plan: RunPlan, groups: Sequence[UnitGroup]) -> tuple[States, ...]:
             wires = [wire[i] for wire in (rules.wires.gather, rules.wires.reduce) for i in crossed]
             is_low = any(wire.is_delta or wire.codec.is_quantized for wire in wires)
             names = tuple(wire.name for wire in wires)
-            largest.append(States(_depths(rules.placement.on(over), over), names, is_low))
+            largest.append(StateKind(_depths(rules.placement.on(over), over), names, is_low))
     return tuple(largest)
 
 

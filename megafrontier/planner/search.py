@@ -42,7 +42,7 @@ _SAME_SPLITS = 2
 """Layouts with the same splits that are simulated at most."""
 _BEHIND = 1.2
 """Layouts are not simulated whose estimate is behind the best by this factor, if some fit."""
-Report = Callable[[int], object]
+OnSimulated = Callable[[int], object]
 """Is told how many layouts have been simulated."""
 
 
@@ -90,7 +90,7 @@ def search(
     most: int = SIMULATED,
     free: Free | None = None,
     workers: int = WORKERS,
-    report: Report = lambda count: None,
+    report: OnSimulated = lambda count: None,
 ) -> list[CandidateLayout]:
     """The configuration's own layout and the `most` best others that fit into memory, best first;
     one that does not fit comes last.
@@ -148,7 +148,7 @@ def _search_without_copies(
 class _Runner:
     """Simulates layouts, in processes side by side."""
 
-    def __init__(self, ranks: int, workers: int, report: Report) -> None:
+    def __init__(self, ranks: int, workers: int, report: OnSimulated) -> None:
         self._ranks, self._report, self._count = ranks, report, 0
         workers = min(os.cpu_count() or 1, workers)
         self.width = workers
