@@ -20,11 +20,12 @@ from megafrontier.config import (
     WiresConfig,
     config_to_dict,
     load_config,
+    load_machine,
 )
 from megafrontier.plan.resolve import resolve_plan
 from megafrontier.planner import auto
 from megafrontier.planner.auto import choose_layout
-from megafrontier.planner.candidates import LayoutKind
+from megafrontier.planner.candidates import Free, LayoutKind, candidates
 from megafrontier.planner.command import plan_command
 from megafrontier.planner.layers import SHALLOW, simulate_blocks
 from megafrontier.planner.search import ERROR, CandidateLayout, ranked, search
@@ -299,8 +300,9 @@ def test_plans_of_a_mixture_state_both_routings_and_try_expert_splits(
     config = config_of({"train.global_batch": 8, "model.moe": MoEConfig(ffn_hidden=64)})
     config = replace(config, model=replace(config.model, layers=1))
     found = search(config, 2 * NODES, most=4, workers=1)
-    splits = {layout.plan.shape.splits.expert for layout in found}
-    assert len(splits) > 1
+    loaded = replace(config, machine=load_machine(config.machine))
+    tried = candidates(loaded, 2 * NODES, Free())
+    assert {each.kind.splits.expert for each in tried} == {1, 2, 4}
     for layout in found:
         assert layout.step.worst_gib >= layout.step.gib
         again = load_config_of(config, layout.overrides)
