@@ -109,7 +109,7 @@ def test_a_plan_warns_of_what_is_missing_on_this_machine(
 ):
     """`plan` comes before the data."""
 
-    def search(config, ranks):
+    def search(config, ranks, report):
         step = SimpleNamespace(worst_gib=0.0)
         return [CandidateLayout((), config, check_layout(config, ranks), step)]
 
