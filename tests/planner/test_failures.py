@@ -96,7 +96,7 @@ def test_plan_says_it_of_the_best_and_of_the_configured_layout(
     other = replace(layout, overrides=("train.micro_batch=4",))
     path = tmp_path / "config.yaml"
     path.write_text("model: {}\n")
-    monkeypatch.setattr(command, "search", lambda *_: [other, layout])
+    monkeypatch.setattr(command, "search", lambda *_, **__: [other, layout])
     monkeypatch.setattr(command, "load_config", lambda *_: layout.config)
     monkeypatch.setattr(command, "check_layout", lambda *_: None)
     monkeypatch.setattr(command, "warn_of_files", lambda *_, **__: [])
