@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import islice, repeat
 from multiprocessing import get_context
 
@@ -68,6 +69,11 @@ class CandidateLayout:
         """Whether it is the configuration as it was given."""
         return not self.overrides
 
+    @cached_property
+    def kind(self) -> LayoutKind:
+        """Equal for layouts that do the same."""
+        return LayoutKind.of(self.config, self.plan)
+
     @property
     def fits(self) -> bool:
         """Whether device and host have the memory, if it is stated, with the device's reserve, and
@@ -79,9 +85,8 @@ class CandidateLayout:
     @property
     def complexity(self) -> tuple[float, ...]:
         """Less is simpler: low-bit wires, splits, recomputation, and GiB."""
-        kind = LayoutKind.of(self.config, self.plan)
-        splits = sum(size > 1 for size in asdict(kind.splits).values())
-        return kind.is_low, splits, operations(self.config.checkpointing), self.step.worst_gib
+        splits = sum(size > 1 for size in asdict(self.kind.splits).values())
+        return self.kind.is_low, splits, operations(self.config.checkpointing), self.step.worst_gib
 
 
 def search(
@@ -113,8 +118,7 @@ def search(
     if not config.has_auto_layout:
         try:
             own = [CandidateLayout.of((), config, ranks)]
-            known = LayoutKind.of(config, own[0].plan)
-            tried = [each for each in tried if each.kind != known]
+            tried = [each for each in tried if each.kind != own[0].kind]
         except UserError as error:
             problem = error
     with _Runner(ranks, workers, report) as runner:
@@ -124,7 +128,7 @@ def search(
     if not own and not others:
         if not (free.placement and config.partition.weights_copy):
             raise problem
-        return _search_without_copies(given, ranks, most, free, workers, problem)
+        return _search_without_copies(given, ranks, most, free, workers, report, problem)
     return [
         replace(layout, config=replace(layout.config, machine=given.machine))
         for layout in ranked([*own, *others], most + len(own))
@@ -132,13 +136,19 @@ def search(
 
 
 def _search_without_copies(
-    config: Config, ranks: int, most: int, free: Free, workers: int, problem: UserError
+    config: Config,
+    ranks: int,
+    most: int,
+    free: Free,
+    workers: int,
+    report: OnSimulated,
+    problem: UserError,
 ) -> list[CandidateLayout]:
     """`search` with `partition.weights_copy=false`, because no layout fits with a copy of the
     weights. Raises `problem` if none fits without it."""
     partition = replace(config.partition, weights_copy=False)
     try:
-        found = search(replace(config, partition=partition), ranks, most, free, workers)
+        found = search(replace(config, partition=partition), ranks, most, free, workers, report)
     except UserError:
         raise problem from None
     chosen = ("partition.weights_copy=false",)
@@ -184,7 +194,7 @@ def _others(
 ) -> list[CandidateLayout]:
     """The layouts that fit of the most promising ones: those with exact wires, and with low-bit
     ones where these gain, with the same layout with exact wires."""
-    keeps_low = any(LayoutKind.of(each.config, each.plan).is_low for each in own)
+    keeps_low = any(each.kind.is_low for each in own)
     exact = [each for each in tried if not (has_wires and each.kind.is_low)]
     low = [each for each in tried if has_wires and each.kind.is_low]
     found = _simulate(exact, runner, most)
@@ -268,17 +278,15 @@ def ranked(layouts: Sequence[CandidateLayout], most: int) -> list[CandidateLayou
 def _worthwhile(layouts: Sequence[CandidateLayout]) -> list[CandidateLayout]:
     """Without layouts whose low-bit wires do not gain enough over the best exact one, and over the
     same layout with exact ones."""
-    kinds = [(each, LayoutKind.of(each.config, each.plan)) for each in layouts]
-    exact = [(each, kind) for each, kind in kinds if each.fits and not kind.is_low]
-    fastest = min((each.step.seconds for each, _ in exact), default=float("inf"))
-    same = {kind.sibling: each.step.seconds for each, kind in exact}
-    return [
-        each
-        for each, kind in kinds
-        if not kind.is_low
-        or each.is_configured
-        or each.step.seconds <= (1 - LOW_GAIN) * min(fastest, same.get(kind.sibling, float("inf")))
-    ]
+    exact = [each for each in layouts if each.fits and not each.kind.is_low]
+    fastest = min((each.step.seconds for each in exact), default=float("inf"))
+    same = {each.kind.sibling: each.step.seconds for each in exact}
+
+    def gains(low: CandidateLayout) -> bool:
+        beside = min(fastest, same.get(low.kind.sibling, float("inf")))
+        return low.step.seconds <= (1 - LOW_GAIN) * beside
+
+    return [each for each in layouts if not each.kind.is_low or each.is_configured or gains(each)]
 
 
 def _beside(
@@ -286,19 +294,14 @@ def _beside(
 ) -> list[CandidateLayout]:
     """`kept` with each layout with low-bit wires followed by that with exact ones, of those
     `found`."""
-    kinds = {id(each): LayoutKind.of(each.config, each.plan) for each in found}
     rows: list[CandidateLayout] = []
     for layout in kept:
-        if any(layout is row for row in rows):
-            continue
-        rows.append(layout)
-        kind = kinds[id(layout)]
-        if kind.is_low:
-            rows += [
-                other
-                for other in found
-                if not kinds[id(other)].is_low
-                and kinds[id(other)].sibling == kind.sibling
-                and not any(other is row for row in rows)
-            ]
+        exact = [
+            other
+            for other in found
+            if layout.kind.is_low
+            and not other.kind.is_low
+            and other.kind.sibling == layout.kind.sibling
+        ]
+        rows += [each for each in (layout, *exact) if not any(each is row for row in rows)]
     return rows

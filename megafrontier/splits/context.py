@@ -102,11 +102,11 @@ class ContextSplit:
         return PIECES if self.group.overlaps and kv_heads % PIECES == 0 else 1
 
     def has_cuts(self, documents: Tensor) -> bool:
-        return bool(cut_documents(tuple(documents.tolist()), self.group.levels))
+        return bool(cut_documents(tuple(documents.tolist()), self.group.size))
 
     def cut_parts(self, documents: Tensor) -> Sequence[int]:
         bounds, sizes = tuple(documents.tolist()), self.group.levels
-        cut = cut_documents(bounds, sizes)
+        cut = cut_documents(bounds, self.group.size)
         own = [part for part in assign_over(bounds, sizes) if part.rank == self.group.index]
         return [number for number, part in enumerate(own) if part.document in cut]
 

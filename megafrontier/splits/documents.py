@@ -14,6 +14,8 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
+
 BALANCED = 0.02
 """An imbalance (`Assignment.imbalance`) at which no more documents are cut."""
 
@@ -55,27 +57,14 @@ def assign_over(bounds: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Docume
     """The parts of `assign` on the ranks of levels of these sizes, fastest first. Ranks of a group
     have parts that follow each other. The fastest level has the largest steps in `rank`, as in
     `Hierarchy.shard_index`."""
-    parts = assign(bounds, prod(sizes)).parts
-    return tuple(part._replace(rank=_rank_at(part.rank, sizes)) for part in parts)
+    line = ranks_in_line(sizes)
+    return tuple(part._replace(rank=line[part.rank]) for part in assign(bounds, len(line)).parts)
 
 
-def _rank_at(place: int, sizes: tuple[int, ...]) -> int:
-    """The rank at a place in line, in which the fastest level has steps of 1."""
-    rank = 0
-    for size in sizes:
-        place, coordinate = divmod(place, size)
-        rank = rank * size + coordinate
-    return rank
-
-
-def place_in_line(rank: int, sizes: tuple[int, ...]) -> int:
-    """The inverse of the order of `assign_over`: neighbours in line are near."""
-    place, step = 0, prod(sizes)
-    for size in reversed(sizes):
-        step //= size
-        rank, coordinate = divmod(rank, size)
-        place += coordinate * step
-    return place
+def ranks_in_line(sizes: tuple[int, ...]) -> list[int]:
+    """The ranks in the order in which neighbours are near: the fastest level has steps of 1."""
+    line: list[int] = np.arange(prod(sizes)).reshape(sizes).ravel(order="F").tolist()
+    return line
 
 
 @lru_cache(maxsize=64)

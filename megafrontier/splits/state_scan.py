@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megafrontier.model.kernels.delta import Maps
-from megafrontier.splits.documents import DocumentPart, assign_over, place_in_line
+from megafrontier.splits.documents import DocumentPart, assign, ranks_in_line
 from megafrontier.splits.tokens import TokenGroup
 
 
@@ -42,11 +42,10 @@ class ScanStep(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def cut_documents(bounds: tuple[int, ...], sizes: tuple[int, ...]) -> dict[int, list[DocumentPart]]:
-    """The parts of each document that has more than one, in order. Arguments as of
-    `assign_over`."""
+def cut_documents(bounds: tuple[int, ...], size: int) -> dict[int, list[DocumentPart]]:
+    """The parts of each document that has more than one, in order. Arguments as of `assign`."""
     found: dict[int, list[DocumentPart]] = defaultdict(list)
-    for part in assign_over(bounds, sizes):
+    for part in assign(bounds, size).parts:
         found[part.document].append(part)
     return {document: parts for document, parts in found.items() if len(parts) > 1}
 
@@ -57,12 +56,13 @@ def plan_scan(
 ) -> tuple[ScanStep, ...]:
     """The steps of the rank with this index, of which the first one is its own. `sizes`: of the
     levels; the other arguments are as for `assign` and `Exchange.scan`."""
-    held: dict[int, list[PartRun]] = {place: [] for place in range(prod(sizes))}
-    for document, parts in cut_documents(bounds, sizes).items():
+    line = ranks_in_line(sizes)
+    held: dict[int, list[PartRun]] = {place: [] for place in range(len(line))}
+    for document, parts in cut_documents(bounds, len(line)).items():
         for i, part in enumerate(parts):
             number = len(parts) - 1 - i if backwards else i
-            held[place_in_line(part.rank, sizes)].append(PartRun(document, number, number + 1))
-    place = place_in_line(index, sizes)
+            held[part.rank].append(PartRun(document, number, number + 1))
+    place = line.index(index)
     own, steps = held[place], []
     for size in (1, *sizes):
         room, place = max(map(len, held.values())), place // size

@@ -106,7 +106,9 @@ def storm_in_memory(training: SubmittedRuns, kills: int, losses: int, seed: int)
     training.speed_up()
     assert job.ended() == "COMPLETED", job.output
     assert job.restarts == 0, "the same job"
-    _say_costs(events, _first_steps(path)[1:])
+    steps = _first_steps(path)[1:]
+    _say_costs(events, steps)
+    assert max(step["lost_steps"] for step in steps) <= STEPS_A_SAVE, steps
     assert training.losses == unbroken(training.config, ranks, *overrides)
     resumed = re.findall(r"resumed from (.*)", runs.log(training.directory))
     assert len(resumed) >= len(events)
@@ -122,14 +124,12 @@ def _say_costs(events: list[str], steps: list[RestartRecord]) -> None:
     for kind in ("rank", "node"):
         found = [step for event, step in zip(events, steps, strict=True) if event == kind]
         seconds = sorted(step["down_seconds"] for step in found)
-        lost = max((step["lost_steps"] for step in found), default=0)
         if found:
             print(
                 f"{kind}: {len(found)} lost, {statistics.median(seconds):.1f} s in the median from "
                 f"the failure to the end of the next step, {seconds[-1]:.1f} at most; at most "
-                f"{lost} steps lost"
+                f"{max(step['lost_steps'] for step in found)} steps lost"
             )
-        assert lost <= STEPS_A_SAVE, found
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ import pytest
 
 from megafrontier.config import AttentionConfig, DeltaConfig
 from megafrontier.parallel.mesh import Splits
-from megafrontier.splits.documents import assign_over, place_in_line
+from megafrontier.splits.documents import assign_over, ranks_in_line
 from megafrontier.splits.state_scan import PartRun, cut_documents, plan_scan
 from tests.ranks import run_mesh
 from tests.splits.test_context import built, ids
@@ -20,14 +20,17 @@ DOCUMENTS = [(0, 240), (0, 100, 101, 240), (0, 7, 240), (0, 60, 120, 180, 240)]
 def test_each_part_gets_all_parts_before_it_in_their_order(sizes, backwards):
     """A run's map is here the list of its parts."""
     for bounds in DOCUMENTS:
-        cut = cut_documents(bounds, sizes)
+        order = ranks_in_line(sizes)
+        cut = {
+            document: [part._replace(rank=order[part.rank]) for part in parts]
+            for document, parts in cut_documents(bounds, len(order)).items()
+        }
         numbers = {
             part: PartRun(document, number, number + 1)
             for document, parts in cut.items()
             for number, part in enumerate(reversed(parts) if backwards else parts)
         }
         parts = [part for part in assign_over(bounds, sizes) if part in numbers]
-        order = sorted(range(prod(sizes)), key=lambda rank: place_in_line(rank, sizes))
         plans = [plan_scan(bounds, sizes, rank, backwards) for rank in order]
         held = [[[numbers[p]] for p in parts if p.rank == rank] for rank in order]
         before = [[[] for _ in own] for own in held]

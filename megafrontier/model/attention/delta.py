@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megafrontier.config import ModelConfig
+from megafrontier.config import DeltaConfig, ModelConfig
 from megafrontier.model.attention.base import Attention, LayerCache
 from megafrontier.model.init import matrix_std, with_specs
 from megafrontier.model.kernels.backends import Computed
@@ -44,8 +44,7 @@ class DeltaAttention(Attention):
 
     def __init__(self, config: ModelConfig, number: int = 0) -> None:
         super().__init__()
-        delta = config.attention.delta
-        assert delta is not None
+        delta = _delta(config)
         self.delta = delta
         keys, values = delta.key_heads * delta.key_size, delta.value_heads * delta.value_size
         heads = delta.value_heads
@@ -65,7 +64,7 @@ class DeltaAttention(Attention):
     def forward(
         self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
     ) -> Tensor:
-        delta, (batch, length) = self.delta, context.shape
+        batch, length = context.shape
         projected = self.inputs(hidden).view(batch, length, -1)
         *mixed, gate, strength, step = projected.split(self.inputs.widths, -1)
         numbers = None
@@ -73,6 +72,17 @@ class DeltaAttention(Attention):
             numbers = document_numbers(context.documents, batch, length)
         tokens = torch.cat(mixed, -1)
         convolved = self._convolve(tokens, numbers, context, cache)
+        heads = self._heads(convolved, strength, step)
+        attended = self._attend(heads, numbers, context, cache)
+        gate = gate.unflatten(-1, (-1, self.delta.value_size))
+        norm = self.norm.normalized_shape, self.norm.weight.float(), self.norm.eps
+        gated = F.rms_norm(attended, *norm) * F.silu(gate.float())
+        output: Tensor = self.out(gated.to(hidden.dtype).flatten(2))
+        return output
+
+    def _heads(self, convolved: Tensor, strength: Tensor, step: Tensor) -> DeltaTokens:
+        """What each head gets of the convolved channels and the two gates [b, s, ..]."""
+        delta = self.delta
         query, key, value = convolved.split(self.inputs.widths[:3], -1)
         query, key = (
             _normalized(part.unflatten(-1, (-1, delta.key_size))) for part in (query, key)
@@ -84,13 +94,7 @@ class DeltaAttention(Attention):
         rate = -self.log_decay.float().exp()
         decay = rate * F.softplus(step.float() + self.step_bias.float())
         query = query * delta.key_size**-0.5
-        heads = DeltaTokens(query, key, value, decay, strength.float().sigmoid())
-        attended = self._attend(heads, numbers, context, cache)
-        gate = gate.unflatten(-1, (-1, delta.value_size))
-        norm = self.norm.normalized_shape, self.norm.weight.float(), self.norm.eps
-        gated = F.rms_norm(attended, *norm) * F.silu(gate.float())
-        output: Tensor = self.out(gated.to(hidden.dtype).flatten(2))
-        return output
+        return DeltaTokens(query, key, value, decay, strength.float().sigmoid())
 
     def _convolve(
         self,
@@ -139,8 +143,7 @@ class DeltaAttention(Attention):
     def make_cache(
         cls, config: ModelConfig, batch: int, capacity: int, dtype: torch.dtype, device: Any
     ) -> LayerCache:
-        delta = config.attention.delta
-        assert delta is not None
+        delta = _delta(config)
         channels = 2 * delta.key_heads * delta.key_size + delta.value_heads * delta.value_size
         tokens = torch.zeros(batch, delta.convolution - 1, channels, dtype=dtype, device=device)
         shape = batch, delta.value_heads, delta.key_size, delta.value_size
@@ -150,14 +153,12 @@ class DeltaAttention(Attention):
     def flops(cls, config: ModelConfig, block: int) -> float:
         """18 · heads · key_size · value_size: a token reads, corrects and adds to each state (2
         operations an element each), and backward takes twice as many."""
-        delta = config.attention.delta
-        assert delta is not None
+        delta = _delta(config)
         return 18.0 * delta.value_heads * delta.key_size * delta.value_size
 
     @classmethod
     def divided(cls, config: ModelConfig) -> dict[str, int]:
-        delta = config.attention.delta
-        assert delta is not None
+        delta = _delta(config)
         return {"model.attention.delta.key_heads": delta.key_heads}
 
     @classmethod
@@ -169,6 +170,11 @@ class DeltaAttention(Attention):
     @classmethod
     def kernel(cls, config: ModelConfig, computed: Computed) -> str:
         return "chunks, delta rule"
+
+
+def _delta(config: ModelConfig) -> DeltaConfig:
+    assert config.attention.delta is not None
+    return config.attention.delta
 
 
 def _parameter(
