@@ -16,6 +16,7 @@ import torch
 
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, load_config
+from megafrontier.plan.reserve import usable_gib
 from megafrontier.plan.resolve import resolve_plan
 from megafrontier.planner.layers import simulate_blocks
 from megafrontier.planner.simulation.clock import COMPUTE, Bar
@@ -65,8 +66,8 @@ def speed(case: tuple[float, str, int]) -> tuple[float, bool] | None:
         step: Simulated = simulate_blocks(config, plan)
     except UserError:
         return None
-    memory = plan.machine.device.memory_gib
-    return step.tflops_per_device, memory is None or step.gib <= memory
+    usable = usable_gib(plan)
+    return step.tflops_per_device, usable is None or step.gib <= usable
 
 
 def draw_speed(path: Path) -> None:
@@ -119,10 +120,14 @@ def bars_of(
     first, *_, last = run_rank(config, plan, Rates.of(plan.machine), 0, 1, record).marks
     begin, end = first["seconds"], last["seconds"]
     shown: dict[str, list[tuple[float, float]]] = {row: [] for row in ROWS}
+    # What a comm stream computes, such as codecs, is in the row of its level.
+    rows = dict(zip(ROWS, ROWS, strict=True)) | {
+        f"level-{i}": row for i, row in enumerate(ROWS[1:])
+    }
     for row, start, length in bars:
         first, last = max(start, begin), min(start + length, end)
         if last > first:
-            shown[row].append((first - begin, last - first))
+            shown[rows[row]].append((first - begin, last - first))
     return shown, end - begin
 
 
