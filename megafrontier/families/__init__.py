@@ -12,7 +12,7 @@ from megafrontier.families.gemma import Gemma2, Gemma3
 from megafrontier.families.gpt2 import GPT2
 from megafrontier.families.llama import Llama, Mistral, SmolLM3
 from megafrontier.families.neox import NeoX, StableLM
-from megafrontier.families.olmo import OLMo2
+from megafrontier.families.olmo import OLMo2, OLMo3
 from megafrontier.families.phi import Phi3
 from megafrontier.families.qwen import Qwen2, Qwen3
 
@@ -27,6 +27,7 @@ _DENSE: tuple[Family, ...] = (
     Gemma2(),
     Gemma3(),
     OLMo2(),
+    OLMo3(),
     SmolLM3(),
     StableLM(),
     Phi3(),

@@ -173,6 +173,22 @@ class HFConfigReader:
             raise self.error("layer_types", types, fits)
         attention.window, attention.global_every = window, every
 
+    def set_window_rope(self, model: ModelConfig, theta_key: str, base: float, *types: str) -> None:
+        """Set the rotary base of layers with a window, whose settings a file may have apart.
+
+        theta_key, base, types: as for `rope`. Raises UserError for frequencies that are scaled in
+        another way than in layers without a window.
+        """
+        if model.attention.window is None:
+            return
+        fraction = "partial_rotary_factor"
+        local = self.rope(theta_key, fraction, 1.0, *types, base=base, layers=SLIDING)
+        is_same = (local.base, local.scaling) == (model.rotary_base, model.rotary_scaling)
+        if not is_same and local.scaling is not None:
+            fits = f"need default in {SLIDING}, or the same as in {FULL}"
+            raise self.error("rope_parameters", local.scaling.kind, fits)
+        model.attention.window_rotary_base = None if is_same else local.base
+
     def error(self, key: str, value: Any, fits: str) -> UserError:
         """The error for one value."""
         return UserError(f"{self._path}: {key}: {shown(repr(value))}, {fits}")
@@ -333,6 +349,13 @@ def written_rope(config: ModelConfig, fraction: float | None = None) -> dict[str
     scaling = written_scaling(config.rotary_scaling) or {}
     found = {"rope_type": "default", **scaling, "rope_theta": config.rotary_base}
     return found if fraction is None else found | {"partial_rotary_factor": fraction}
+
+
+def written_layer_ropes(config: ModelConfig) -> dict[str, Any]:
+    """`rope_parameters` of config.json, in families that have some for each type of layer."""
+    base, full = config.attention.window_rotary_base, written_rope(config)
+    local = full if base is None else {"rope_theta": base, "rope_type": "default"}
+    return {FULL: full, SLIDING: local}
 
 
 def written_scaling(scaling: RotaryScalingConfig | None) -> dict[str, Any] | None:

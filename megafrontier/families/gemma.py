@@ -12,7 +12,7 @@ from megafrontier.families.base import (
     HFConfigReader,
     Rope,
     layer_types,
-    written_rope,
+    written_layer_ropes,
 )
 from megafrontier.families.llama import SCALINGS, Activation, Llama
 
@@ -129,10 +129,9 @@ class Gemma3(Gemma2):
         """Also the rotary settings of both types of layers."""
         keys = super().own_keys(config)
         del keys["attn_logit_softcapping"]
-        base, full = config.attention.window_rotary_base, written_rope(config)
-        local = full if base is None else {"rope_theta": base, "rope_type": "default"}
+        base = config.attention.window_rotary_base
         own = {} if base is None else {"rope_local_base_freq": base}
-        return keys | own | {"rope_parameters": {FULL: full, SLIDING: local}}
+        return keys | own | {"rope_parameters": written_layer_ropes(config)}
 
     def rope(self, reader: HFConfigReader) -> Rope:
         """Those of layers without a window."""
@@ -146,15 +145,7 @@ class Gemma3(Gemma2):
         reader.one_of("attn_logit_softcapping", None, None)
         model = super().own_model(reader, model)
         model.qk_norm = "head"
-        if model.attention.window is not None:
-            local = reader.rope(
-                "rope_local_base_freq", "partial_rotary_factor", 1.0, *SCALINGS, layers=SLIDING
-            )
-            is_same = (local.base, local.scaling) == (model.rotary_base, model.rotary_scaling)
-            if not is_same and local.scaling is not None:
-                fits = f"need default in {SLIDING}, or the same as in {FULL}"
-                raise reader.error("rope_parameters", local.scaling.kind, fits)
-            model.attention.window_rotary_base = None if is_same else local.base
+        reader.set_window_rope(model, "rope_local_base_freq", 10000.0, *SCALINGS)
         return model
 
 

@@ -33,9 +33,30 @@ def loaded(config, weights):
     return model.eval()
 
 
+def assert_same_gradients(ours, theirs, tokens, folder):
+    """Those of the loss of the next tokens. Theirs become ours as weights do: by an import.
+    Afterwards theirs has its gradients as parameters."""
+    theirs.get_input_embeddings().padding_idx = None  # whose gradient would be 0
+    for model in (ours, theirs):
+        logits = model(tokens) if model is ours else model(tokens).logits
+        pairs = logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+        torch.nn.functional.cross_entropy(*pairs, reduction="sum").backward()
+    for parameter in theirs.parameters():
+        gradient = parameter.grad
+        parameter.data = torch.zeros_like(parameter) if gradient is None else gradient
+    theirs.save_pretrained(folder)
+    _, expected = import_model(folder)
+    for name, parameter in ours.named_parameters():
+        found, scale = parameter.grad, expected[name].abs().max().clamp(min=1)
+        torch.testing.assert_close(
+            found / scale, expected[name] / scale, rtol=0, atol=1e-4, msg=f"gradient of {name}"
+        )
+
+
 def assert_same_both_ways(reference, tokens, folder):
     """An import of a small random model of transformers, and the export of this import, have its
-    logits, and a second import equals the first. Returns the architecture of the export."""
+    logits, and a second import equals the first. The import has its gradients, too. Returns the
+    architecture of the export."""
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(reference).eval()
     for parameter in theirs.parameters():
@@ -52,6 +73,7 @@ def assert_same_both_ways(reference, tokens, folder):
     again, same = import_model(folder / "back")
     assert again == config
     assert all(torch.equal(same[name], weights[name]) for name in weights)
+    assert_same_gradients(ours, theirs, tokens, folder / "gradients")
     return architecture
 
 

@@ -58,6 +58,16 @@ FOREIGN = {
         **GEMMA, layer_types=["sliding_attention"] * 3
     ),
     "Olmo2": transformers.Olmo2Config(**PLAIN, pad_token_id=0, eos_token_id=1),
+    "Olmo3": transformers.Olmo3Config(
+        **SMALL,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {**YARN, "original_max_position_embeddings": 12},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+        pad_token_id=0,
+    ),
     "Phi3": transformers.Phi3Config(
         **SMALL,
         rope_parameters={**ROTARY, "partial_rotary_factor": 0.75},
@@ -145,6 +155,11 @@ def test_a_gemma_3_of_transformers_4_is_read_as_well(tmp_path):
             "layer_types: .*, need sliding_attention, with full_attention in the last of every n",
         ),
         ("Gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping: 5.0, need None"),
+        (
+            "Olmo3",
+            {"rope_parameters": {"sliding_attention": YARN}},
+            "rope_parameters: 'yarn', need default in sliding_attention, or the same as in full",
+        ),
         ("Phi3", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope', need 'default'"),
         ("StableLm", {"qk_layernorm": True}, "qk_layernorm: True, need False"),
         ("SmolLM3", {"no_rope_layers": [0, 1, 1]}, r"no_rope_layers: \[0, 1, 1\], need 1, with 0"),
