@@ -83,7 +83,7 @@ def delta_chunks(tokens: DeltaTokens, documents: Tensor | None = None) -> DeltaC
     query, key, value, decay, strength = (
         _in_chunks(part.float(), size, padding) for part in tokens
     )
-    total = decay.cumsum(-1)
+    total, between = _decays_between(decay)
     lower = torch.ones(size, size, dtype=torch.bool, device=query.device).tril()
     within, enters, leaves = lower, None, None
     if documents is not None:
@@ -92,8 +92,8 @@ def delta_chunks(tokens: DeltaTokens, documents: Tensor | None = None) -> DeltaC
         # The last token before a chunk; none is before the first chunk.
         before = F.pad(numbers[:, :, :-1, -1:], (0, 0, 1, 0), value=-1)
         enters, leaves = numbers == before, numbers == numbers[..., -1:]
-    decays = (total[..., :, None] - total[..., None, :]).masked_fill(~within, -torch.inf).exp()
-    from_start, to_end = total.exp(), (total[..., -1:] - total).exp()
+    decays = between.masked_fill(~within, -torch.inf).exp()
+    from_start, to_end = total.exp(), between[..., -1, :].exp()
     whole = from_start[..., -1]
     if enters is not None and leaves is not None:
         from_start, to_end = from_start * enters, to_end * leaves
@@ -108,6 +108,18 @@ def delta_chunks(tokens: DeltaTokens, documents: Tensor | None = None) -> DeltaC
     maps = Maps(identity - ends @ keys, ends @ values)
     reads, scores = query * from_start[..., None], (query @ key.mT) * decays
     return DeltaChunks(maps, reads, scores, values, keys, length)
+
+
+def _decays_between(decay: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of logarithms of decays [.., c] up to each token [.., c], and those after token j up
+    to token i [.., c, c]."""
+    exact = decay.double().cumsum(-1)
+    total = exact.float()
+    # A head that forgets fast has large sums, whose rounding would be large in their differences.
+    rounding = (exact - total).float().detach()
+    between = total[..., :, None] - total[..., None, :]
+    between.add_(rounding[..., :, None]).sub_(rounding[..., None, :])
+    return total, between
 
 
 def _in_chunks(part: Tensor, size: int, padding: int) -> Tensor:

@@ -63,9 +63,11 @@ def assert_near(found, expected, bound=1e-5):
         assert (one - other).abs().max() <= bound * other.abs().max()
 
 
-@pytest.mark.parametrize("length", [1, CHUNK, 2 * CHUNK + 22])
-def test_results_states_and_gradients_are_those_of_one_token_after_another(length):
+@pytest.mark.parametrize(("length", "rate"), [(1, 1), (CHUNK, 100), (2 * CHUNK + 22, 1)])
+def test_results_states_and_gradients_are_those_of_one_token_after_another(length, rate):
+    """Also of heads that forget nearly all with each token."""
     tokens, states = draw(2, length), torch.randn(2, *STATE)
+    tokens = tokens._replace(decay=rate * tokens.decay)
     given = [lambda t, s, run=run: run(t, None, *s) for run in (in_chunks, one_by_one)]
     assert_near(*(gradients(run, tokens, states) for run in given))
 
