@@ -1,6 +1,7 @@
 """Small models of each family, with weights far enough from 0 for differences to show."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,6 +109,13 @@ DELTA: dict[str, Any] = SHAPES["llama"] | {
     "attention": AttentionConfig(pattern=["delta", "full"], delta=DeltaConfig(2, 4, 8, 6))
 }
 """A hybrid of gated delta attention and softmax attention as in Qwen3-Next."""
+DELTA_WINDOWS: dict[str, Any] = GEMMA | {
+    "layers": 4,
+    "attention": replace(
+        GEMMA["attention"], pattern=["delta", "full", "full"], delta=DELTA["attention"].delta
+    ),
+}
+"""Gated delta attention, attention to all tokens and within a window, in blocks of one model."""
 
 PREDICTION: dict[str, Any] = {"prediction": PredictionConfig(0.5)}
 

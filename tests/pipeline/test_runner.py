@@ -11,7 +11,7 @@ from megafrontier.pipeline.table import Action, ActionKind
 from megafrontier.pipeline.work import Work
 from scripts.benchmarks.shared.step_bytes import Pass, step_bytes
 from tests.model.moe.shapes import mixture
-from tests.model.small_models import DELTA, GEMMA, LATENT_QUERIES, SHAPES
+from tests.model.small_models import DELTA_WINDOWS, GEMMA, LATENT_QUERIES, SHAPES
 from tests.ranks import run_mesh
 from tests.splits.matrix import (
     Case,
@@ -81,7 +81,7 @@ CASES = [
         (2, 2),
         Splits(context=2, pipeline=2),
         "topo",
-        Case(DELTA | FOUR, accumulation=4, parallel=ZBV, documents=True),
+        Case(DELTA_WINDOWS, accumulation=4, parallel=ZBV, documents=True),
     ),
     ((2,), Splits(pipeline=2), "ddp", Case(LLAMA | FOUR, accumulation=4)),
     ((2, 2), Splits(pipeline=4), "topo", Case(NEOX | FOUR, "empty rows", accumulation=8)),

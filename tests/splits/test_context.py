@@ -16,6 +16,7 @@ from megafrontier.partition import Placement, shard
 from megafrontier.splits.apply import apply_splits
 from megafrontier.splits.context import check_context_split
 from megafrontier.splits.documents import assign
+from tests.model.moe.shapes import HYBRID
 from tests.model.small_models import (
     DELTA,
     GEMMA,
@@ -81,13 +82,13 @@ CASES = [
         (2, 2),
         Splits(2, 2),
         "zero3",
-        Case(DELTA, "one token", documents=True, options={"check_order": True}),
+        Case(DELTA | SCALED, "one token", documents=True, options={"check_order": True}),
     ),
     (
         (2, 2),
         Splits(context=4),
         "topo",
-        Case(DELTA | PREDICTION, documents=True, built={"checkpointing": "block"}),
+        Case(HYBRID, documents=True, built={"checkpointing": "block"}),
     ),
     (
         (2, 2),

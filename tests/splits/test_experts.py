@@ -6,7 +6,8 @@ import torch
 from megafrontier.config.model.moe import ExpertGroupsConfig, MoEConfig
 from megafrontier.model.moe.router import Router
 from megafrontier.parallel.mesh import Splits
-from tests.model.small_models import PREDICTION, SHAPES
+from tests.model.moe.shapes import HYBRID
+from tests.model.small_models import SHAPES
 from tests.splits.matrix import Case, assert_cases
 
 LLAMA, GPT2 = SHAPES["llama"], SHAPES["gpt2"]
@@ -29,9 +30,9 @@ CASES = [
     ((2, 2), Splits(expert=4), "zero3", Case(SHARED, "empty rows", accumulation=2)),
     (
         (2, 2),
-        Splits(expert=2),
+        Splits(context=2, expert=2),
         "topo",
-        Case(MIXTURE | PREDICTION, options={"overlap": "full"}),
+        Case(HYBRID, "empty rows", documents=True, options={"overlap": "full"}),
     ),
     ((2, 2, 2), Splits(expert=8), "zero1", Case(MIXTURE, "one token", steps=2, token_pieces=2)),
     (

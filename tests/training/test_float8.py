@@ -6,7 +6,11 @@ from megafrontier.common.errors import UserError
 from megafrontier.plan import assemble
 from tests import runs
 
-SIZES = ("model.hidden=32", "model.ffn_hidden=64", "train.precision=bf16", "train.micro_batch=8")
+SIZES = (
+    "model.hidden=32", "model.ffn_hidden=64", "train.precision=bf16", "train.micro_batch=8",
+    "model.attention={pattern: [delta, full], delta: {key_heads: 2, value_heads: 32, key_size: 16, "
+    "value_size: 4}}",
+)  # fmt: skip
 FP8 = "train.linear_precision=fp8"
 STEPS = ("train.steps=8", *runs.ONE)
 

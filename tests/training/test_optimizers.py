@@ -173,6 +173,19 @@ def test_heads_of_attention_may_be_orthogonalized_one_by_one(folder, plain):
             assert losses == pytest.approx(expected, rel=1e-5)
 
 
+def test_what_is_no_matrix_of_delta_attention_has_adamw_without_decay(folder):
+    """A convolution, rates and steps are biases. Its projections are one matrix, as those of a
+    parameter of PyTorch, also where ranks have a part of each."""
+    delta = (
+        "model.attention={pattern: [delta, full], delta: {key_heads: 2, value_heads: 4, "
+        "key_size: 4, value_size: 3}}"
+    )
+    expected = train_plain(folder, delta)[:3]
+    for sizes, splits in (((2, 2), {"tensor": 2, "context": 2}), ((2, 1), {})):
+        for losses in train_ranks(folder, sizes, delta, steps=3, **splits):
+            assert losses == pytest.approx(expected, rel=1e-5)
+
+
 def test_each_matrix_of_experts_is_orthogonalized_by_itself(folder):
     """As Muon of PyTorch with a parameter for each expert, whether an owner has several or one."""
     experts = GROUPS.replace("[{", "[{match: expert, name: muon, lr: 0.02, momentum: 0.9}, {", 1)

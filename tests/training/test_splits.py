@@ -19,6 +19,10 @@ MIXTURE = (
     "model.moe={experts: 8, active: 3, ffn_hidden: 16, shared_experts: 1, z_loss: 0.001, "
     "bias_rate: 0.05}"
 )
+HYBRID = (
+    "model.attention={pattern: [delta, full], delta: {key_heads: 4, value_heads: 8, key_size: 4, "
+    "value_size: 3}}"
+)
 
 
 def numbers(lines, *keys):
@@ -77,7 +81,7 @@ def test_checkpoints_move_between_splits(config_file, tmp_path):
     took another one's would not go on with the losses of one rank."""
     common = (
         *CHOSEN, "optimizer.ema=0.9", "train.steps=6", "model.layers=5",
-        "model.tie_embeddings=true",
+        "model.tie_embeddings=true", HYBRID,
     )  # fmt: skip
     alone = runs.run(config_file, 1, *common, "machine=laptop", f"run.directory={tmp_path}/alone")
     relay = (

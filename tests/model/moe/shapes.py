@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from megafrontier.config import MoEConfig
+from megafrontier.config import AttentionConfig, DeltaConfig, LatentConfig, MoEConfig
 from megafrontier.config.model.moe import ExpertGroupsConfig
-from tests.model.small_models import SHAPES
+from tests.model.small_models import PREDICTION, SHAPES
 
 LLAMA = SHAPES["llama"]
 
@@ -28,3 +28,18 @@ SHARED = mixture(
 ) | {"qk_norm": "head", "qkv_bias": True, "kv_heads": 2}
 EMPTY = mixture(experts=16, active=1, balance="none")
 """Some experts get no token."""
+HYBRID = (
+    mixture(balance="none")
+    | PREDICTION
+    | {
+        "layers": 3,
+        "norm_eps": 0.1,
+        "attention": AttentionConfig(
+            pattern=["delta", "full", "delta"],
+            delta=DeltaConfig(2, 4, 8, 6),
+            latent=LatentConfig(16, 12, 4, 6, 8),
+        ),
+    }
+)
+"""Gated delta and latent attention, experts and a block of prediction. With a smaller epsilon, tiny
+results of the first tokens of documents, once normalized, would be mostly rounding."""
