@@ -145,12 +145,13 @@ TINY = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "chunk": 4096}
 
 @pytest.mark.parametrize(
     ("length", "longest", "sizes", "changes"),
-    [(1024, 1024, (1, 2, 4), {}), (65_536, 4_096, (1, 4), TINY)],
+    [(1024, 1024, (1, 2, 4), {"attention": DELTA["attention"]}), (65_536, 4_096, (1, 4), TINY)],
 )
 def test_what_a_rank_keeps_for_backward_falls_as_the_number_of_context_ranks(
     length, longest, sizes, changes
 ):
-    """Of a sequence that is one document, and of one with a long and many short documents."""
+    """Of a sequence that is one document, in blocks of both kinds of attention, and of one with a
+    long and many short documents."""
     documents = torch.tensor([0, *range(longest, length, 1024), length], dtype=torch.int32)
 
     def kept(mesh):

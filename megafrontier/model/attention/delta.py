@@ -11,8 +11,13 @@ from megafrontier.config import DeltaConfig, ModelConfig
 from megafrontier.model.attention.base import Attention, LayerCache
 from megafrontier.model.init import matrix_std, with_specs
 from megafrontier.model.kernels.backends import Computed
-from megafrontier.model.kernels.delta import DeltaTokens, delta_chunks, states_between
-from megafrontier.model.kernels.delta_parts import attend_parts, with_past_tokens
+from megafrontier.model.kernels.delta import (
+    DeltaTokens,
+    convolve,
+    delta_chunks,
+    states_between,
+)
+from megafrontier.model.kernels.delta_parts import attend_parts, convolve_parts
 from megafrontier.model.kernels.exchanges import Exchange
 from megafrontier.model.linear import Linear
 from megafrontier.model.positions import AttentionContext, document_numbers
@@ -108,14 +113,12 @@ class DeltaAttention(Attention):
         taps = torch.cat(list(parts)) if isinstance(parts, nn.ParameterList) else parts
         if self._exchange is not None and self.delta.convolution > 1:
             assert context.documents is not None
-            past, documents = self.delta.convolution - 1, context.documents
-            tokens, numbers, own = with_past_tokens(tokens[0], past, documents, self._exchange)
-            return _convolved(tokens[None], taps, numbers[None], None).index_select(1, own)
+            return convolve_parts(tokens, taps, context.documents, self._exchange)
         before = None
         if isinstance(cache, DeltaCache):
             before = cache.tokens
             cache.tokens = torch.cat([before, tokens], 1)[:, tokens.shape[1] :]
-        return _convolved(tokens, taps, numbers, before)
+        return convolve(tokens, taps, numbers, before)
 
     def _attend(
         self,
@@ -200,22 +203,3 @@ def _normalized(heads: Tensor) -> Tensor:
     """Heads [.., d] of length 1, fp32."""
     heads = heads.float()
     return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + 1e-6)
-
-
-def _convolved(
-    tokens: Tensor, taps: Tensor, numbers: Tensor | None, before: Tensor | None
-) -> Tensor:
-    """SiLU of the sum of taps [channels, w] times a token and the w - 1 before it in its document:
-    [b, s, channels]. `numbers` of the documents [b, s]; `before`: the tokens before the first ones,
-    default none."""
-    length, past = tokens.shape[1], taps.shape[1] - 1
-    padding = (0, 0, past, 0)
-    whole = F.pad(tokens, padding) if before is None else torch.cat([before, tokens], 1)
-    known = None if numbers is None else F.pad(numbers, (past, 0), value=-1)
-    found = torch.zeros_like(tokens, dtype=torch.float32)
-    for i in range(past + 1):
-        here = whole[:, i : i + length].float() * taps[:, i].float()
-        if known is not None and numbers is not None and i < past:
-            here = here * (known[:, i : i + length] == numbers)[..., None]
-        found = found + here
-    return F.silu(found).to(tokens.dtype)

@@ -180,3 +180,22 @@ def _scan_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 affine_scan.register_autograd(_scan_backward, setup_context=_keep_scan)
+
+
+def convolve(
+    tokens: Tensor, taps: Tensor, numbers: Tensor | None, before: Tensor | None = None
+) -> Tensor:
+    """SiLU of the sum of taps [channels, w] times a token and the w - 1 before it in its document:
+    [b, s, channels]. `numbers` of the documents [b, s]; `before`: the tokens before the first ones,
+    default none."""
+    length, past = tokens.shape[1], taps.shape[1] - 1
+    padding = (0, 0, past, 0)
+    whole = F.pad(tokens, padding) if before is None else torch.cat([before, tokens], 1)
+    known = None if numbers is None else F.pad(numbers, (past, 0), value=-1)
+    found = torch.zeros_like(tokens, dtype=torch.float32)
+    for i in range(past + 1):
+        here = whole[:, i : i + length].float() * taps[:, i].float()
+        if known is not None and numbers is not None and i < past:
+            here = here * (known[:, i : i + length] == numbers)[..., None]
+        found = found + here
+    return F.silu(found).to(tokens.dtype)
