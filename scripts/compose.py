@@ -64,6 +64,7 @@ MODEL: Choices = {
         {"window": 9, "global_every": 2},
         {"softcap": 20.0},
         {"sinks": True},
+        {"output_gate": True},
         {"latent": {"query": 12, "key_value": 8, "rope_size": 4, "nope_size": 4, "value_size": 6}},
     ],
     "moe": [

@@ -116,6 +116,7 @@ def _check_latent(model: ModelConfig, latent: LatentConfig) -> None:
         ("head_size", model.head_size, None),
         ("qk_norm", model.qk_norm, "none"),
         ("qkv_bias", model.has_qkv_bias, False),
+        ("attention.output_gate", model.attention.output_gate, False),
         ("scaling", model.scaling and "given", None),
     ):
         fits = f"need {'null' if only is None else str(only).lower()} with {key}"

@@ -10,6 +10,7 @@ from megafrontier.families.deepseek import DeepseekV2, DeepseekV3
 from megafrontier.families.experts import Mixtral, OLMoE, Qwen2MoE, Qwen3MoE
 from megafrontier.families.gemma import Gemma2, Gemma3
 from megafrontier.families.gpt2 import GPT2
+from megafrontier.families.hybrid import Qwen3Next, Qwen35, Qwen35MoE
 from megafrontier.families.llama import Llama, Mistral, SmolLM3
 from megafrontier.families.neox import NeoX, StableLM
 from megafrontier.families.olmo import OLMo2, OLMo3
@@ -19,6 +20,7 @@ from megafrontier.families.qwen import Qwen2, Qwen3
 _DENSE: tuple[Family, ...] = (
     DeepseekV3(),
     GPT2(),
+    Qwen35(),
     Llama(),
     NeoX(),
     Qwen2(),
@@ -35,6 +37,8 @@ _DENSE: tuple[Family, ...] = (
 _MIXTURES: tuple[Family, ...] = (
     DeepseekV2(),
     DeepseekV3(),
+    Qwen3Next(),
+    Qwen35MoE(),
     OLMoE(),
     Qwen3MoE(),
     Qwen2MoE(),

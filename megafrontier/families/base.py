@@ -62,6 +62,9 @@ class Family(Protocol):
     has_prediction: bool
     """Whether files may have a block that predicts the token after the next one."""
 
+    ignored: tuple[str, ...]
+    """Prefixes of tensors in files that GPT has no place for, and that logits do not need."""
+
     def matches(self, config: ModelConfig) -> bool:
         """Whether this is the family that a model is nearest to that no family can express. The
         first that matches counts."""

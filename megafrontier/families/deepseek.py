@@ -19,7 +19,7 @@ from megafrontier.config import (
 )
 from megafrontier.families.base import Constraint, HFConfigReader, ParamMapping, same
 from megafrontier.families.experts import LlamaExperts, expert_width
-from megafrontier.families.llama import Llama, gated_mlp
+from megafrontier.families.llama import Llama, attention_names, gated_mlp
 from megafrontier.model.moe.layer import has_experts
 
 LATENT_EPS = 1e-6
@@ -214,10 +214,9 @@ class DeepseekV3(LlamaExperts):
         load = ParamMapping(name, (projection,), lambda t: (swap(t),), lambda ts: swap(ts[0]))
         return [*found, load]
 
-    def attention_mappings(
-        self, config: ModelConfig, name: str, hf_name: str
-    ) -> list[ParamMapping]:
+    def attention_mappings(self, config: ModelConfig, block: int) -> list[ParamMapping]:
         """Those of a block's attention. Our heads begin with their rotary part."""
+        name, hf_name = attention_names(block)
         latent = _latent(config)
         query = "q_proj" if latent.query is None else "q_b_proj"
         rope, kept = _rotary_rows(latent.rope_size), torch.arange(latent.key_value)

@@ -17,7 +17,9 @@ class LlamaExperts(Llama):
     """What the families have in common. They differ in attention and in names."""
 
     qk_norm: Literal["none", "head", "full"] = "none"
-    has_shared = False
+    has_shared = has_qkv_bias = False
+    normalises_scores = False
+    """The default of `norm_topk_prob`."""
     width_key, count_key = "moe_intermediate_size", "num_experts"
     """Keys of config.json: the width and the number of experts."""
     module, projections = "mlp", ("gate_proj", "up_proj", "down_proj")
@@ -35,7 +37,7 @@ class LlamaExperts(Llama):
         moe, no = _experts(config), (False,)
         more: dict[str, Sequence[Any] | None] = {
             "qk_norm": (self.qk_norm,),
-            "qkv_bias": None if self.has_shared else no,
+            "qkv_bias": None if self.has_qkv_bias else no,
             "attention.out_bias": no,
             "mlp.bias": no,
             "moe": None,
@@ -81,7 +83,7 @@ class LlamaExperts(Llama):
             ),
             active=self.number(reader, "num_experts_per_tok"),
             ffn_hidden=reader.number(self.width_key, own.get(self.width_key)),
-            normalise=reader.flag("norm_topk_prob", False),
+            normalise=reader.flag("norm_topk_prob", self.normalises_scores),
             balance="loss" if coefficient else "none",
             loss_coefficient=coefficient or 0.01,
         )
@@ -219,12 +221,13 @@ class Qwen2MoE(Qwen3MoE):
     architecture = "Qwen2MoeForCausalLM"
     model_type = "qwen2_moe"
     qk_norm: Literal["none", "head", "full"] = "none"
-    has_shared = True
+    has_shared = has_qkv_bias = True
     defaults: ClassVar[dict[str, float]] = Qwen3MoE.defaults | {
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
         "intermediate_size": 5632,
         "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
         "experts": 60,
         "num_experts_per_tok": 4,
     }
@@ -239,12 +242,13 @@ class Qwen2MoE(Qwen3MoE):
 
     def mixture(self, reader: HFConfigReader, model: ModelConfig, moe: MoEConfig) -> ModelConfig:
         """A shared width that is a multiple of an expert's."""
-        shared = reader.number("shared_expert_intermediate_size", 5632)
+        shared = self.number(reader, "shared_expert_intermediate_size")
         if shared % moe.ffn_hidden or not shared:
             fits = f"need a multiple of moe_intermediate_size ({moe.ffn_hidden})"
             raise reader.error("shared_expert_intermediate_size", shared, fits)
         count = shared // moe.ffn_hidden
-        model = replace(model, qkv_bias=reader.flag("qkv_bias", True))
+        if self.has_qkv_bias:
+            model = replace(model, qkv_bias=reader.flag("qkv_bias", True))
         return super().mixture(reader, model, replace(moe, shared_experts=count, shared_gate=True))
 
     def mlp_mappings(self, config: ModelConfig, block: int) -> list[ParamMapping]:

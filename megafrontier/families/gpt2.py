@@ -24,6 +24,7 @@ class GPT2:
     prefix = "transformer."
     head = "lm_head.weight"
     has_prediction = False
+    ignored: tuple[str, ...] = ()
 
     def matches(self, config: ModelConfig) -> bool:
         """Learned positions."""

@@ -254,7 +254,7 @@ class _TensorFiles:
     def refuse_unread(self) -> None:
         """Raise UserError for an unused tensor, because then this is another model."""
         for name in sorted(self._files.keys() - self._read):
-            if name.endswith(_DERIVED):
+            if name.endswith(_DERIVED) or name.startswith(self._family.ignored):
                 continue
             found = f"{self._files[name]}: tensor {self._names[name]}"
             raise UserError(f"{found}: not part of a {self._family.architecture}")

@@ -41,6 +41,7 @@ class Llama:
     prefix = "model."
     head = "lm_head.weight"
     has_prediction = False
+    ignored: tuple[str, ...] = ()
     defaults: ClassVar[dict[str, float]] = {
         "num_hidden_layers": 32,
         "hidden_size": 4096,
@@ -180,7 +181,7 @@ class Llama:
         found = embedding_and_head(config, "embed_tokens.weight")
         for i in range(config.layers):
             name, hf_name = f"blocks.{i}", f"layers.{i}"
-            found += self.attention_mappings(config, f"{name}.attention", f"{hf_name}.self_attn")
+            found += self.attention_mappings(config, i)
             found += self.mlp_mappings(config, i)
             for ours, theirs in self.norms.items():
                 found += same_module(f"{name}.{ours}", f"{hf_name}.{theirs}")
@@ -188,10 +189,9 @@ class Llama:
         names = parameter_specs(_with_norm_biases(config))
         return [mapping for mapping in found if mapping.name in names]
 
-    def attention_mappings(
-        self, config: ModelConfig, name: str, hf_name: str
-    ) -> list[ParamMapping]:
+    def attention_mappings(self, config: ModelConfig, block: int) -> list[ParamMapping]:
         """Those of a block's attention."""
+        name, hf_name = attention_names(block)
         inner, kv_inner = (n * config.head_dim for n in (config.heads, config.num_kv_heads))
         rows = {"q": inner, "k": kv_inner, "v": kv_inner}
         return [
@@ -272,6 +272,11 @@ class SmolLM3(Llama):
         if rotates != [int(model.has_rotary(i)) for i in range(model.layers)]:
             raise reader.error("no_rope_layers", rotates, "need 1, with 0 in the last of every n")
         return model
+
+
+def attention_names(block: int) -> tuple[str, str]:
+    """Our name of a block's attention, and the family's."""
+    return f"blocks.{block}.attention", f"layers.{block}.self_attn"
 
 
 def gated_mlp(name: str, hf_name: str, width: int) -> list[ParamMapping]:

@@ -31,6 +31,7 @@ class NeoX:
     prefix = "gpt_neox."
     head = "embed_out.weight"
     has_prediction = False
+    ignored: tuple[str, ...] = ()
 
     def matches(self, config: ModelConfig) -> bool:
         """Rotary positions without Llama's norm and activation."""

@@ -13,7 +13,7 @@ from megafrontier.families.base import (
     written_fraction,
     written_rope,
 )
-from megafrontier.families.llama import Llama
+from megafrontier.families.llama import Llama, attention_names
 
 
 class Phi3(Llama):
@@ -66,10 +66,9 @@ class Phi3(Llama):
         model.attention.window = reader.optional("sliding_window", None)
         return model
 
-    def attention_mappings(
-        self, config: ModelConfig, name: str, hf_name: str
-    ) -> list[ParamMapping]:
+    def attention_mappings(self, config: ModelConfig, block: int) -> list[ParamMapping]:
         """Two tensors."""
+        name, hf_name = attention_names(block)
         return [
             same(f"{name}.qkv.weight", f"{hf_name}.qkv_proj.weight"),
             same(f"{name}.out.weight", f"{hf_name}.o_proj.weight"),

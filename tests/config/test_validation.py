@@ -114,6 +114,10 @@ REFUSED = [
                 "model.kv_heads: 1, need 4 with model.attention.latent",
             ),
             (
+                ["model.attention.latent={}", "model.attention.output_gate=true"],
+                "model.attention.output_gate: True, need false with model.attention.latent",
+            ),
+            (
                 ["model.attention.latent={}", "model.qkv_bias=true"],
                 "model.qkv_bias: True, need false with model.attention.latent",
             ),

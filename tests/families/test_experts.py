@@ -51,6 +51,26 @@ LATENT = SMALL_LLAMA | {
     "topk_group": 2,
     "rms_norm_eps": 1e-6,
 }
+HYBRID = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 7,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+GATED = (
+    SMALL_LLAMA
+    | HYBRID
+    | {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "rope_parameters": ROTARY | {"partial_rotary_factor": 0.25},
+        "num_experts": 6,
+        "moe_intermediate_size": 12,
+    }
+)
 FOREIGN = {
     "MixtralForCausalLM": transformers.MixtralConfig(
         **SMALL, num_local_experts=6, router_aux_loss_coef=0.02
@@ -64,6 +84,16 @@ FOREIGN = {
     ),
     "Qwen3MoeForCausalLM": transformers.Qwen3MoeConfig(
         **SMALL, num_experts=6, moe_intermediate_size=16, norm_topk_prob=True, head_dim=16
+    ),
+    "Qwen3_5MoeForCausalLM": transformers.Qwen3_5MoeTextConfig(
+        **GATED, num_experts_per_tok=3, shared_expert_intermediate_size=12
+    ),
+    "Qwen3NextForCausalLM": transformers.Qwen3NextConfig(
+        **GATED,
+        num_experts_per_tok=2,
+        shared_expert_intermediate_size=24,
+        decoder_sparse_step=2,
+        norm_topk_prob=False,
     ),
     "DeepseekV2ForCausalLM": transformers.DeepseekV2Config(
         **LATENT,
@@ -81,7 +111,9 @@ FOREIGN = {
 
 @pytest.mark.parametrize("architecture", FOREIGN)
 def test_mixtures_have_the_logits_of_transformers_both_ways(architecture, tokens, tmp_path):
-    assert assert_same_both_ways(FOREIGN[architecture], tokens, tmp_path) == architecture
+    found = assert_same_both_ways(FOREIGN[architecture], tokens, tmp_path)
+    # A Qwen3.5 with experts is a Qwen3-Next.
+    assert found == architecture.replace("Qwen3_5Moe", "Qwen3Next")
 
 
 def test_latent_attention_without_experts_is_a_deepseek_v3(tokens, tmp_path):
@@ -153,6 +185,16 @@ def test_the_block_that_predicts_later_tokens_comes_with_an_import(tokens, tmp_p
     assert import_model(tmp_path / "without")[0].prediction is None
 
 
+def test_the_block_of_qwen3_next_that_predicts_later_tokens_is_left_out(tmp_path):
+    """Published files have it, and transformers ignores it as well."""
+    theirs = transformers.AutoModelForCausalLM.from_config(FOREIGN["Qwen3NextForCausalLM"])
+    theirs.save_pretrained(tmp_path)
+    before = import_model(tmp_path)
+    change_tensors(tmp_path, **{"mtp.fc.weight": torch.ones(32, 64)})
+    config, weights = import_model(tmp_path)
+    assert (config, weights.keys()) == (before[0], before[1].keys())
+
+
 def test_biases_of_routers_come_with_an_import_and_leave_with_an_export(tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_config(FOREIGN["DeepseekV3ForCausalLM"])
     bias = theirs.model.layers[1].mlp.gate.e_score_correction_bias.normal_()
@@ -191,6 +233,12 @@ def test_a_mixture_of_no_family_is_refused_by_key(change, message, make_config, 
             {"shared_expert_intermediate_size": 24},
             r"shared_expert_intermediate_size: 24, need a multiple of moe_intermediate_size \(16\)",
         ),
+        (
+            "Qwen3NextForCausalLM",
+            {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]},
+            "layer_types: .*, need linear_attention or full_attention for each of 3 layers",
+        ),
+        ("Qwen3_5MoeForCausalLM", {"norm_topk_prob": False}, "norm_topk_prob: False, need True"),
         ("DeepseekV3ForCausalLM", {"rope_interleave": False}, "rope_interleave: False, need True"),
         ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob: True, need False"),
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, r"mlp_only_layers: \[0\], need \[\]"),

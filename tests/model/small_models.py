@@ -106,9 +106,11 @@ LATENT_QUERIES: dict[str, Any] = SHAPES["llama"] | {
 """The same as in DeepSeek-V2 and V3."""
 
 DELTA: dict[str, Any] = SHAPES["llama"] | {
-    "attention": AttentionConfig(pattern=["delta", "full"], delta=DeltaConfig(2, 4, 8, 6))
+    "attention": AttentionConfig(
+        pattern=["delta", "full"], delta=DeltaConfig(2, 4, 8, 6), output_gate=True
+    )
 }
-"""A hybrid of gated delta attention and softmax attention as in Qwen3-Next."""
+"""A hybrid of gated delta attention and gated softmax attention as in Qwen3-Next."""
 DELTA_WINDOWS: dict[str, Any] = GEMMA | {
     "layers": 4,
     "attention": replace(

@@ -52,6 +52,7 @@ PRESETS = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-0.6b": 596_049_920,
     "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-next-80b-a3b": 79_674_391_296,
     "qwen3-8b": 8_190_735_360,
     "smollm3-3b": 3_075_098_624,
     "stablelm-2-1.6b": 1_644_515_328,
@@ -98,7 +99,7 @@ def test_delta_attention_by_hand():
     """Of one of two blocks, whose states cost the same for any number of tokens."""
     config = small_config(**DELTA, ffn_hidden=40, vocab_multiple=1)
     delta = 32 * (2 * 16 + 2 * 24 + 2 * 4) + 24 * 32
-    products = delta + 4 * 32 * 32 + 2 * 3 * 32 * 40 + 50 * 32
+    products = delta + 5 * 32 * 32 + 2 * 3 * 32 * 40 + 50 * 32
     assert flops_per_token(config) == 6 * (products + 32 * 24) + 18 * 4 * 8 * 6
 
 
@@ -134,10 +135,13 @@ def test_presets_have_the_published_number_of_parameters_and_a_family():
     for name, count in PRESETS.items():
         changes = [f"model={name}", "model.vocab_multiple=1"]
         model = load_config(CONFIGS / "quickstart.yaml", changes).model
-        # All blocks of these have equally many parameters, but those before the first experts.
+        # Blocks of these have equally many parameters, but for those before the first experts, and
+        # the pattern of kinds of attention.
         first = 0 if model.moe is None else model.moe.first
-        one, two = (parameter_count(replace(model, layers=first + n)) for n in (1, 2))
-        assert one + (model.layers - first - 1) * (two - one) == count, name
+        size = len(model.attention.pattern) or 1
+        one, two = (parameter_count(replace(model, layers=first + n * size)) for n in (1, 2))
+        periods, rest = divmod(model.layers - first, size)
+        assert (rest, one + (periods - 1) * (two - one)) == (0, count), name
         assert family_for(model).architecture
 
 

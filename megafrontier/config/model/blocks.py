@@ -71,6 +71,8 @@ class AttentionConfig:
     """Scores become softcap · tanh(score / softcap) (Gemma 2: 50)."""
     sinks: bool = False
     """A learned logit for each head that takes part in the softmax and has no value (gpt-oss)."""
+    output_gate: bool = False
+    """Multiply each head's result by a sigmoid of the token, element by element (Qwen3-Next)."""
     out_bias: bool | None = None
     """Bias in the output projection. Default: `model.bias`."""
     latent: LatentConfig | None = None

@@ -90,7 +90,8 @@ class Attention(nn.Module):
 class HeadAttention(Attention):
     """Attention by heads: projections to queries, keys and values, `attend`, and one back.
 
-    `qkv` holds the rows of the query, key and value projections, in this order.
+    `qkv` holds the rows of the query, key and value projections, in this order, and after them
+    those of the output gate (`model.attention.output_gate`), which has the width of queries.
     """
 
     def __init__(self, config: ModelConfig, number: int = 0) -> None:
@@ -111,38 +112,39 @@ class HeadAttention(Attention):
             )
 
     def _add_projections(self, config: ModelConfig) -> None:
-        kv_inner = self.kv_heads * self.head_size
+        inner, kv_inner = (count * self.head_size for count in (self.heads, self.kv_heads))
         self.qkv = Linear(
             config.hidden,
-            [self.heads * self.head_size, kv_inner, kv_inner],
+            [inner, kv_inner, kv_inner] + [inner] * config.attention.output_gate,
             matrix_std(config),
             bias=config.has_qkv_bias,
             cut="columns",
             head_rows=self.head_size,
         )
 
-    def _project(self, hidden: Tensor, context: AttentionContext) -> Heads:
-        """hidden [b, s, hidden] → queries, keys and values [b, s, heads, head_size], rotated."""
+    def _project(self, hidden: Tensor, context: AttentionContext) -> tuple[Heads, Tensor | None]:
+        """hidden [b, s, hidden] → queries, keys and values [b, s, heads, head_size], rotated, and
+        the logits of the output gate [b, s, heads · head_size], if there is one."""
         rotary, (batch, length) = context.rotary, context.shape
         # With tensor parallelism `hidden` has some of the tokens, and the projection all of them.
         projected = self.qkv(hidden).view(batch, length, -1)
-        query, key, value = (
-            part.unflatten(-1, (-1, self.head_size))
-            for part in projected.split(self.qkv.widths, -1)
-        )
+        parts = projected.split(self.qkv.widths, -1)
+        query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in parts[:3])
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
-        return query, key, value
+        return (query, key, value), parts[3] if len(parts) > 3 else None
 
     def forward(
         self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
     ) -> Tensor:
-        attended = self.attend(self._project(hidden, context), context, cache)
+        heads, gate = self._project(hidden, context)
+        attended = self.attend(heads, context, cache)
         if self.value_size < self.head_size:
             attended = attended[..., : self.value_size]
-        output: Tensor = self.out(attended.reshape(*context.shape, -1))
+        attended = attended.reshape(*context.shape, -1)
+        output: Tensor = self.out(attended if gate is None else attended * gate.sigmoid())
         return output
 
     def attend(self, heads: Heads, context: AttentionContext, cache: LayerCache | None) -> Tensor:

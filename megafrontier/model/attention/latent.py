@@ -45,7 +45,7 @@ class LatentAttention(DividedModule, SoftmaxAttention):
         rows = latent.nope_size + latent.value_size
         self.key_value_up = linear(latent.key_value, self.heads * rows, head_rows=rows, cut="heads")
 
-    def _project(self, hidden: Tensor, context: AttentionContext) -> Heads:
+    def _project(self, hidden: Tensor, context: AttentionContext) -> tuple[Heads, Tensor | None]:
         latent, rotary = self.latent, context.rotary
         down, shared = self.key_value_down(hidden).split([latent.key_value, latent.rope_size], -1)
         found = [self.key_value_norm(down), shared]
@@ -63,4 +63,4 @@ class LatentAttention(DividedModule, SoftmaxAttention):
         if rotary is not None:
             query, shared = rotate(query, rotary), rotate(shared, rotary)
         key = torch.cat([shared.expand(-1, -1, key.shape[2], -1), key], -1)
-        return query, key, F.pad(value, (0, self.head_size - self.value_size))
+        return (query, key, F.pad(value, (0, self.head_size - self.value_size))), None
