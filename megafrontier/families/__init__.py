@@ -6,12 +6,12 @@ CONTRIBUTING.md says how to add a family.
 from megafrontier.common.errors import UserError
 from megafrontier.config import ModelConfig
 from megafrontier.families.base import Constraint, Family, HFConfigReader
-from megafrontier.families.deepseek import DeepseekV2, DeepseekV3
-from megafrontier.families.experts import Mixtral, OLMoE, Qwen2MoE, Qwen3MoE
 from megafrontier.families.gemma import Gemma2, Gemma3
 from megafrontier.families.gpt2 import GPT2
 from megafrontier.families.hybrid import Qwen3Next, Qwen35, Qwen35MoE
 from megafrontier.families.llama import Llama, Mistral, SmolLM3
+from megafrontier.families.mixtures.deepseek import DeepseekV2, DeepseekV3
+from megafrontier.families.mixtures.experts import Mixtral, OLMoE, Qwen2MoE, Qwen3MoE
 from megafrontier.families.neox import NeoX, StableLM
 from megafrontier.families.olmo import OLMo2, OLMo3
 from megafrontier.families.phi import Phi3

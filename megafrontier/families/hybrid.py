@@ -17,8 +17,8 @@ from megafrontier.families.base import (
     written_fraction,
     written_rope,
 )
-from megafrontier.families.experts import Qwen2MoE
 from megafrontier.families.llama import SCALINGS, Llama, attention_names, packed
+from megafrontier.families.mixtures.experts import Qwen2MoE
 
 LINEAR = "linear_attention"
 """The type of layers with gated delta attention."""

@@ -18,8 +18,8 @@ from megafrontier.config import (
     PredictionConfig,
 )
 from megafrontier.families.base import Constraint, HFConfigReader, ParamMapping, same
-from megafrontier.families.experts import LlamaExperts, expert_width
 from megafrontier.families.llama import Llama, attention_names, gated_mlp
+from megafrontier.families.mixtures.experts import LlamaExperts, expert_width
 from megafrontier.model.moe.layer import has_experts
 
 LATENT_EPS = 1e-6
