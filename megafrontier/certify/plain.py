@@ -116,6 +116,8 @@ class _PlainRouters:
 
     def _add(self, router: Router, given: tuple[torch.Tensor, ...], _results: object) -> None:
         moe, logits = router.moe, given[0] @ router.weight.t()
+        if router.logit_bias is not None:
+            logits = logits + router.logit_bias
         self.loss = self.loss + moe.z_loss * logits.logsumexp(1)[self.counted].square().sum()
         if moe.balance == "loss":
             is_softmax = moe.router == "softmax"
@@ -130,10 +132,15 @@ def plain_dispatch(
     """`Dispatch` in which each expert processes all tokens."""
     total = torch.zeros_like(hidden)
     for expert in range(experts.count):
-        raised = activate(hidden @ experts.up[expert].t(), experts.activation)
+        up, down = (_bias(biases, expert) for biases in (experts.up_bias, experts.down_bias))
+        raised = activate(hidden @ experts.up[expert].t() + up, experts.activation)
         share = (weights * (chosen == expert)).sum(1, keepdim=True)
-        total = total + share * (raised @ experts.down[expert].t())
+        total = total + share * (raised @ experts.down[expert].t() + down)
     return lambda: total
+
+
+def _bias(biases: torch.Tensor | None, expert: int) -> torch.Tensor:
+    return torch.zeros(()) if biases is None else biases[expert]
 
 
 def gap_of_slopes(config: Config) -> Gap:

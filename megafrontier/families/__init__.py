@@ -12,6 +12,7 @@ from megafrontier.families.hybrid import Qwen3Next, Qwen35, Qwen35MoE
 from megafrontier.families.llama import Llama, Mistral, SmolLM3
 from megafrontier.families.mixtures.deepseek import DeepseekV2, DeepseekV3
 from megafrontier.families.mixtures.experts import Mixtral, OLMoE, Qwen2MoE, Qwen3MoE
+from megafrontier.families.mixtures.gpt_oss import GptOss
 from megafrontier.families.neox import NeoX, StableLM
 from megafrontier.families.olmo import OLMo2, OLMo3
 from megafrontier.families.phi import Phi3
@@ -35,6 +36,7 @@ _DENSE: tuple[Family, ...] = (
     Phi3(),
 )
 _MIXTURES: tuple[Family, ...] = (
+    GptOss(),
     DeepseekV2(),
     DeepseekV3(),
     Qwen3Next(),

@@ -125,6 +125,13 @@ class HFConfigReader:
             raise self.error(key, value, f"need {' or '.join(map(repr, allowed))}")
         return value
 
+    def inner(self, key: str) -> "HFConfigReader | None":
+        """The reader of a dictionary in the file, None if it is missing or null."""
+        value = self._get(key, None)
+        if value is not None and not isinstance(value, dict):
+            raise self.error(key, value, "need keys and values")
+        return None if value is None else HFConfigReader(self._path, value)
+
     def rope(
         self,
         theta_key: str,
@@ -214,7 +221,6 @@ class HFConfigReader:
         if kind == LLAMA3:
             low = float(self.number("low_freq_factor"))
             return RotaryScalingConfig(factor, low, float(self.number("high_freq_factor")), length)
-        self.one_of("truncate", True, True)
         attention = self.optional("attention_factor", None)
         if attention is None and self.number("mscale", 0) and self.number("mscale_all_dim", 0):
             names = ("mscale", "mscale_all_dim")
@@ -227,6 +233,7 @@ class HFConfigReader:
             length,
             "yarn",
             None if attention is None else float(attention),
+            self.flag("truncate", True),
         )
 
     def _mscale(self, key: str, factor: float) -> float:
@@ -373,6 +380,8 @@ def written_scaling(scaling: RotaryScalingConfig | None) -> dict[str, Any] | Non
     if scaling.kind == LLAMA3:
         return found | dict(zip(("low_freq_factor", "high_freq_factor"), bounds, strict=True))
     found |= dict(zip(("beta_slow", "beta_fast"), bounds, strict=True))
+    if not scaling.truncate:
+        found["truncate"] = False
     factor = scaling.attention_factor
     return found if factor is None else found | {"attention_factor": factor}
 

@@ -23,6 +23,7 @@ from megafrontier.config.model.gpt import MOST_LAYERS
 from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.families import family_for, family_of
 from megafrontier.families.base import HEAD, Family, HFConfigReader, ParamMapping
+from megafrontier.families.mixtures.mxfp4 import BLOCKS, SCALES, unpacked
 from megafrontier.model.flops import buffer_shapes, parameter_shapes
 from megafrontier.model.scaling import folded
 
@@ -221,14 +222,31 @@ class _TensorFiles:
 
     def get(self, name: str) -> Tensor:
         """One tensor. Raises UserError if it is missing, damaged, or not floating point."""
+        if self.has(name + BLOCKS):
+            return self._unpacked(name)
+        tensor = self._stored(name)
+        if not tensor.is_floating_point():
+            found = f"{self.folder}: tensor {self._names[name]}: type {tensor.dtype}"
+            raise UserError(f"{found}, need floating point")
+        return tensor
+
+    def _unpacked(self, name: str) -> Tensor:
+        """A stack of matrices [experts, inputs, outputs], of which files have the transposed ones
+        in MXFP4. One after another, because the steps in between are large."""
+        blocks, scales = (self._stored(name + part) for part in (BLOCKS, SCALES))
+        try:
+            matrices = [unpacked(*pair) for pair in zip(blocks, scales, strict=True)]
+            return torch.stack(matrices).transpose(1, 2)
+        except ValueError as error:
+            raise UserError(f"{self.folder}: tensor {self._spelled(name)}: {error}") from error
+
+    def _stored(self, name: str) -> Tensor:
+        """One tensor of any type. Raises UserError if it is missing or damaged."""
         if name not in self._files:
             raise UserError(f"{self.folder}: tensor {self._spelled(name)}: missing")
         self._read.add(name)
         with _opened(self._files[name]) as file:
             tensor: Tensor = file.get_tensor(self._names[name])
-        if not tensor.is_floating_point():
-            found = f"{self.folder}: tensor {self._names[name]}: type {tensor.dtype}"
-            raise UserError(f"{found}, need floating point")
         return tensor
 
     def refuse_other_head(self, embedding: Tensor) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megafrontier.config import ModelConfig
 from megafrontier.model.init import matrix_std
-from megafrontier.model.kernels.gates import gated
+from megafrontier.model.kernels.gates import clipped, gated
 from megafrontier.model.linear import Linear
 
 
@@ -25,6 +25,8 @@ def activate(raised: Tensor, activation: str) -> Tensor:
     """
     if activation == "swiglu":
         return gated(raised, "silu")
+    if activation == "swiglu_clipped":
+        return clipped(raised)
     approximate = "tanh" if activation.endswith("_tanh") else "none"
     if activation.startswith("geglu"):
         return gated(raised, f"gelu {approximate}")

@@ -119,15 +119,17 @@ def _llama3(frequencies: Tensor, scaling: RotaryScalingConfig, base: float) -> T
 
 def _yarn(frequencies: Tensor, scaling: RotaryScalingConfig, base: float) -> Tensor:
     """As `_llama3`, but interpolated by the number of the frequency: Peng et al. 2023,
-    arXiv:2309.00071, section 3.2, with the bounds rounded outwards as in its code."""
+    arXiv:2309.00071, section 3.2. Its code rounds the bounds outwards (`truncate`)."""
     half = len(frequencies)
 
     def number(turns: float) -> float:
         """The fractional number of the frequency with so many turns."""
         return half * log(scaling.original_length / (turns * 2 * pi)) / log(base)
 
-    first = max(floor(number(scaling.kept_above)), 0)
-    last = min(ceil(number(scaling.low_frequency)), 2 * half - 1)
+    first, last = number(scaling.kept_above), number(scaling.low_frequency)
+    if scaling.truncate:
+        first, last = floor(first), ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
     index = torch.arange(half, device=frequencies.device).float()
     divided = ((index - first) / max(last - first, 0.001)).clamp(0, 1)
     return frequencies * (divided / scaling.factor + 1 - divided)

@@ -93,6 +93,7 @@ FOREIGN = {
             **YARN,
             "original_max_position_embeddings": 12,
             "attention_factor": 1.7,
+            "truncate": False,
         },
     ),
 }
@@ -180,7 +181,6 @@ def test_no_family_ignores_an_option(make_config, tmp_path):
     """What no family has is refused, and named."""
     llama = {"position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
     for key, value in (
-        ("attention", AttentionConfig(sinks=True)),
         ("attention", AttentionConfig(window=4, global_every=2)),
         ("norm_unit_offset", True),
         ("logit_softcap", 3.0),

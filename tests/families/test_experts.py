@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megafrontier.commands.convert import export_command, import_command
 from megafrontier.common.errors import UserError
@@ -94,6 +95,17 @@ FOREIGN = {
         shared_expert_intermediate_size=24,
         decoder_sparse_step=2,
         norm_topk_prob=False,
+    ),
+    "GptOssForCausalLM": transformers.GptOssConfig(
+        **SMALL
+        | {
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "rope_parameters": ROTARY | YARN | {"truncate": False, "mscale_all_dim": None},
+        },
+        head_dim=16,
+        num_local_experts=6,
+        sliding_window=5,
     ),
     "DeepseekV2ForCausalLM": transformers.DeepseekV2Config(
         **LATENT,
@@ -195,6 +207,41 @@ def test_the_block_of_qwen3_next_that_predicts_later_tokens_is_left_out(tmp_path
     assert (config, weights.keys()) == (before[0], before[1].keys())
 
 
+def test_experts_in_mxfp4_are_imported_as_bf16(tmp_path):
+    """As in the published files of gpt-oss."""
+    sizes = {"intermediate_size": 64, "num_hidden_layers": 1, "num_key_value_heads": 2}
+    sizes |= {"num_local_experts": 3, "num_experts_per_tok": 2}
+    config = transformers.GptOssConfig(**SMALL_LLAMA | sizes)
+    config.quantization_config = {"quant_method": "mxfp4"}
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    generator, packed = torch.Generator().manual_seed(0), {}
+    for name, outputs, inputs in (("gate_up_proj", 128, 32), ("down_proj", 32, 64)):
+        shape = 3, outputs, inputs // 32
+        blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(100, 150, shape, dtype=torch.uint8, generator=generator)
+        packed[name] = blocks, scales
+    prefix = "model.layers.0.mlp.experts."
+    expected = {name: convert_moe_packed_tensors(*both) for name, both in packed.items()}
+    change_tensors(tmp_path, **{prefix + name: values for name, values in expected.items()})
+    plain = import_model(tmp_path)[1]
+    path = tmp_path / "model.safetensors"
+    kept = {k: v for k, v in load_file(path).items() if k.removeprefix(prefix) not in packed}
+    for name, (blocks, scales) in packed.items():
+        kept |= {f"{prefix}{name}_blocks": blocks, f"{prefix}{name}_scales": scales}
+    save_file(kept, path)
+    weights = import_model(tmp_path)[1]
+    assert {weights[f"blocks.0.mlp.experts.{name}"].dtype for name in ("up", "down")} == {
+        torch.bfloat16
+    }
+    assert all(torch.equal(weights[name], plain[name]) for name in plain)
+    change_tensors(tmp_path, **{f"{prefix}down_proj_scales": packed["gate_up_proj"][1]})
+    with pytest.raises(UserError, match=r"down_proj: blocks and scales \[.*, not uint8"):
+        import_model(tmp_path)
+    change_config(tmp_path, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(UserError, match="quant_method: 'fp8', need 'mxfp4'"):
+        import_model(tmp_path)
+
+
 def test_biases_of_routers_come_with_an_import_and_leave_with_an_export(tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_config(FOREIGN["DeepseekV3ForCausalLM"])
     bias = theirs.model.layers[1].mlp.gate.e_score_correction_bias.normal_()
@@ -238,6 +285,8 @@ def test_a_mixture_of_no_family_is_refused_by_key(change, message, make_config, 
             {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]},
             "layer_types: .*, need linear_attention or full_attention for each of 3 layers",
         ),
+        ("GptOssForCausalLM", {"swiglu_limit": 5.0}, "swiglu_limit: 5.0, need 7.0"),
+        ("GptOssForCausalLM", {"rope_parameters": None}, "rope_parameters: None, need the rotary"),
         ("Qwen3_5MoeForCausalLM", {"norm_topk_prob": False}, "norm_topk_prob: False, need True"),
         ("DeepseekV3ForCausalLM", {"rope_interleave": False}, "rope_interleave: False, need True"),
         ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob: True, need False"),

@@ -90,7 +90,7 @@ OLMO: dict[str, Any] = {
     "qk_norm": "full",
     "activation": "geglu",
     "bias": False,
-    "rotary_scaling": RotaryScalingConfig(4.0, original_length=8, kind="yarn"),
+    "rotary_scaling": RotaryScalingConfig(4.0, original_length=8, kind="yarn", truncate=False),
     "attention": AttentionConfig(window=5, no_rotary_every=2, sinks=True, out_bias=True),
     "mlp": MLPConfig(bias=True),
 }

@@ -11,7 +11,13 @@ from tests.model.small_models import SHAPES
 from tests.splits.matrix import Case, assert_cases
 
 LLAMA, GPT2 = SHAPES["llama"], SHAPES["gpt2"]
-MIXTURE = LLAMA | {"moe": MoEConfig(experts=8, active=3, ffn_hidden=16, balance="none")}
+MIXTURE = LLAMA | {
+    "activation": "swiglu_clipped",
+    "moe": MoEConfig(
+        experts=8, active=3, ffn_hidden=16, balance="none", bias=True, router_bias=True
+    ),
+}
+"""As gpt-oss."""
 SHARED = GPT2 | {
     "moe": MoEConfig(
         experts=16,

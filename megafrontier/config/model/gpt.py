@@ -44,8 +44,11 @@ class ModelConfig:
     initially 0."""
     norm_bias: bool = True
     """Biases of layer norms."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh"] = "gelu"
-    """Activation of the MLP. swiglu, geglu and geglu_tanh have a gate."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "swiglu_clipped", "geglu", "geglu_tanh"] = (
+        "gelu"
+    )
+    """Activation of the MLP. All but gelu and gelu_tanh have a gate. swiglu_clipped: (up + 1) ·
+    gate · sigmoid(1.702 · gate), with the gate at most 7 and up between -7 and 7 (gpt-oss)."""
     position: Literal["learned", "rotary"] = "learned"
     """Learned absolute positions (GPT-2) or rotary positions (GPT-NeoX, Llama)."""
     rotary_fraction: float = 1.0
@@ -130,7 +133,7 @@ class ModelConfig:
     @property
     def is_gated(self) -> bool:
         """Whether the MLP has a gate."""
-        return self.activation in ("swiglu", "geglu", "geglu_tanh")
+        return self.activation not in ("gelu", "gelu_tanh")
 
     def window_of(self, block: int) -> int | None:
         """The window of a block, counted from 0, or None if it attends to all earlier tokens."""

@@ -24,7 +24,7 @@ class ExpertGroupsConfig:
 
 @dataclass
 class MoEConfig:
-    """A mixture of experts in place of the MLP. No token is dropped. Experts have no biases."""
+    """A mixture of experts in place of the MLP. No token is dropped."""
 
     experts: int = count(8, at_most=2**16)
     """Experts of a block."""
@@ -32,6 +32,8 @@ class MoEConfig:
     """Experts that process a token. At most `experts`."""
     ffn_hidden: int | None = count(None, at_most=2**22)
     """Width inside an expert. Default: `model.ffn_hidden`, or its default."""
+    bias: bool = False
+    """Biases in the linear layers of experts (gpt-oss). Those of shared experts are the MLP's."""
     every: int = count(1)
     """Every how many blocks one has experts, the last of so many: 2 means blocks 1, 3, 5, …
     counted from 0. The others keep the MLP."""
@@ -44,6 +46,8 @@ class MoEConfig:
     """Multiply the output of the shared experts by a sigmoid of the token (Qwen2-MoE)."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the experts for a token, computed in fp32."""
+    router_bias: bool = False
+    """A learned bias of each expert's logit (gpt-oss)."""
     normalise: bool = True
     """Divide the scores of a token's experts by their sum."""
     scale: float = bounded(1.0, above=0)

@@ -27,6 +27,8 @@ class RotaryScalingConfig:
     divided by `factor`, and the other keys are not used."""
     attention_factor: float | None = bounded(None, above=0)
     """yarn: multiplies rotated queries and keys. Default: 0.1 · ln(factor) + 1."""
+    truncate: bool = True
+    """yarn: round the numbers of the frequencies at the two bounds outwards. gpt-oss: false."""
 
     @property
     def kept_above(self) -> float:
@@ -42,3 +44,5 @@ def check_rotary_scaling(scaling: RotaryScalingConfig) -> None:
     factor = scaling.attention_factor
     fits = f"need null, or {key}.kind=yarn"
     need(factor is None or scaling.kind == "yarn", f"{key}.attention_factor", factor, fits)
+    fits = f"need true, or {key}.kind=yarn"
+    need(scaling.truncate or scaling.kind == "yarn", f"{key}.truncate", False, fits)

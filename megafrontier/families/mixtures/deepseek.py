@@ -19,7 +19,7 @@ from megafrontier.config import (
 )
 from megafrontier.families.base import Constraint, HFConfigReader, ParamMapping, same
 from megafrontier.families.llama import Llama, attention_names, gated_mlp
-from megafrontier.families.mixtures.experts import LlamaExperts, expert_width
+from megafrontier.families.mixtures.experts import LlamaExperts, expert_biases, expert_width
 from megafrontier.model.moe.layer import has_experts
 
 LATENT_EPS = 1e-6
@@ -87,6 +87,7 @@ class DeepseekV3(LlamaExperts):
         best = moe.groups.best if moe.groups.active < moe.groups.number else self.best
         return [
             *found,
+            *expert_biases(moe, False),
             Constraint("moe.router", moe.router, (self.router,)),
             Constraint("moe.balance", moe.balance, self.balances),
             Constraint("moe.normalise", moe.normalise, self.normalises),

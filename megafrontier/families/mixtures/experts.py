@@ -34,7 +34,7 @@ class LlamaExperts(Llama):
 
     def constraints(self, config: ModelConfig) -> list[Constraint]:
         """Routing by softmax, without biases or groups."""
-        moe, no = _experts(config), (False,)
+        moe, no = experts_of(config), (False,)
         more: dict[str, Sequence[Any] | None] = {
             "qk_norm": (self.qk_norm,),
             "qkv_bias": None if self.has_qkv_bias else no,
@@ -44,11 +44,8 @@ class LlamaExperts(Llama):
         }
         return [
             *self._constraints(config, more),
-            Constraint("moe.router", moe.router, ("softmax",)),
-            Constraint("moe.balance", moe.balance, ("loss", "none")),
-            Constraint("moe.scale", moe.scale, (1.0,)),
-            Constraint("moe.groups.active", moe.groups.active, (moe.groups.number,)),
-            Constraint("moe.first", moe.first, (0,)),
+            *plain_routing(moe),
+            *expert_biases(moe, False),
             Constraint("moe.shared_experts", moe.shared_experts > 0, (self.has_shared,)),
             Constraint("moe.shared_gate", moe.shared_gate, (self.has_shared,)),
             *self.own_constraints(moe),
@@ -60,7 +57,7 @@ class LlamaExperts(Llama):
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
         """The keys of Llama and of the experts."""
-        moe, keys = _experts(config), super().write_config(config)
+        moe, keys = experts_of(config), super().write_config(config)
         del keys["mlp_bias"]
         return keys | {
             self.width_key: expert_width(config),
@@ -99,7 +96,7 @@ class LlamaExperts(Llama):
         if not has_experts(config, block):
             return super().mlp_mappings(config, block)
         name, hf_name = f"blocks.{block}.mlp", f"layers.{block}.{self.module}"
-        count = _experts(config).experts
+        count = experts_of(config).experts
         gate, up, down = (
             tuple(f"{hf_name}.experts.{i}.{part}.weight" for i in range(count))
             for part in self.projections
@@ -203,7 +200,7 @@ class Qwen3MoE(LlamaExperts):
     def own_keys(self, config: ModelConfig) -> dict[str, Any]:
         """Which blocks have experts."""
         return {
-            "decoder_sparse_step": _experts(config).every,
+            "decoder_sparse_step": experts_of(config).every,
             "mlp_only_layers": [],
             "use_sliding_window": False,
         }
@@ -234,7 +231,7 @@ class Qwen2MoE(Qwen3MoE):
 
     def own_keys(self, config: ModelConfig) -> dict[str, Any]:
         """The width of the shared experts, and biases."""
-        width = _experts(config).shared_experts * expert_width(config)
+        width = experts_of(config).shared_experts * expert_width(config)
         return super().own_keys(config) | {
             "shared_expert_intermediate_size": width,
             "qkv_bias": config.has_qkv_bias,
@@ -256,20 +253,40 @@ class Qwen2MoE(Qwen3MoE):
         found = super().mlp_mappings(config, block)
         if has_experts(config, block):
             name, hf_name = f"blocks.{block}.mlp", f"layers.{block}.mlp"
-            width = _experts(config).shared_experts * expert_width(config)
+            width = experts_of(config).shared_experts * expert_width(config)
             found += gated_mlp(f"{name}.shared", f"{hf_name}.shared_expert", width)
             found.append(same(f"{name}.shared_gate", f"{hf_name}.shared_expert_gate.weight"))
         return found
 
 
-def _experts(config: ModelConfig) -> MoEConfig:
+def plain_routing(moe: MoEConfig) -> list[Constraint]:
+    """Routing by softmax, among all experts, from the first block on."""
+    return [
+        Constraint("moe.router", moe.router, ("softmax",)),
+        Constraint("moe.balance", moe.balance, ("loss", "none")),
+        Constraint("moe.scale", moe.scale, (1.0,)),
+        Constraint("moe.groups.active", moe.groups.active, (moe.groups.number,)),
+        Constraint("moe.first", moe.first, (0,)),
+    ]
+
+
+def expert_biases(moe: MoEConfig, has_biases: bool) -> list[Constraint]:
+    """Biases in experts and routers, or none."""
+    return [
+        Constraint("moe.bias", moe.bias, (has_biases,)),
+        Constraint("moe.router_bias", moe.router_bias, (has_biases,)),
+    ]
+
+
+def experts_of(config: ModelConfig) -> MoEConfig:
+    """The options of the experts."""
     assert config.moe is not None
     return config.moe
 
 
 def expert_width(config: ModelConfig) -> int:
     """The width inside an expert."""
-    return _experts(config).ffn_hidden or config.mlp_hidden
+    return experts_of(config).ffn_hidden or config.mlp_hidden
 
 
 def _stacked(name: str, hf_names: tuple[str, ...]) -> ParamMapping:

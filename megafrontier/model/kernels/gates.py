@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _aten = torch.ops.aten
+SLOPE, LIMIT = 1.702, 7.0
+"""Of `clipped`."""
 
 
 def gated(raised: Tensor, activation: str) -> Tensor:
@@ -17,6 +19,38 @@ def gated(raised: Tensor, activation: str) -> Tensor:
     "silu", or "gelu" with torch's `approximate` after it ("gelu none", "gelu tanh")."""
     found: Tensor = _Gated.apply(raised, activation)
     return found
+
+
+def clipped(raised: Tensor) -> Tensor:
+    """(up + 1) · gate · sigmoid(1.702 · gate), with the gate at most 7 and up between -7 and 7:
+    [.., 2 · width], gate and up side by side → [.., width]. As in gpt-oss (OpenAI 2025,
+    arXiv:2508.10925)."""
+    found: Tensor = _Clipped.apply(raised)
+    return found
+
+
+class _Clipped(torch.autograd.Function):
+    """Keeps its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, raised: Tensor) -> Tensor:
+        ctx.save_for_backward(raised)
+        gate, up = raised.chunk(2, -1)
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        return (up + 1) * (gate * (SLOPE * gate).sigmoid())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        (raised,), (grad_output,) = ctx.saved_tensors, grad_outputs
+        gate, up = raised.chunk(2, -1)
+        low, near = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        share = (SLOPE * low).sigmoid()
+        slope = share * (1 + SLOPE * low * (1 - share))
+        by_gate = torch.where(gate <= LIMIT, grad_output * (near + 1) * slope, 0)
+        by_up = torch.where(up.abs() <= LIMIT, grad_output * low * share, 0)
+        if torch.compiler.is_compiling():
+            return join_halves(by_gate, by_up)
+        return torch.cat([by_gate, by_up], -1)
 
 
 class _Gated(torch.autograd.Function):

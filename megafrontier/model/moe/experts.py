@@ -11,13 +11,14 @@ from megafrontier.model.mlp import activate, up_rows
 from megafrontier.model.moe.products import (
     Multiply,
     Product,
+    add_biases,
     choose_product,
     grouped_product,
     loop_product,
     matrix_gradients,
 )
 from megafrontier.model.recompute.deferred import DeferrableProduct
-from megafrontier.parallel.param_spec import ParamSpec, set_spec
+from megafrontier.parallel.param_spec import ParameterKind, ParamSpec, set_spec
 
 EXPERT_AXES = ("tensor", "expert_data")
 """The axes over which experts are replicated. Tensor ranks have whole experts, and route the tokens
@@ -25,10 +26,11 @@ that they have between the matrices."""
 
 
 class Experts(nn.Module):
-    """MLPs without biases, whose matrices lie one after another in a tensor.
+    """MLPs whose matrices lie one after another in a tensor.
 
     up: [experts, rows, hidden], with a gate the rows of the gate, then those of the up projection.
-    down: [experts, hidden, ffn_hidden].
+    down: [experts, hidden, ffn_hidden]. Biases, if there are any: up_bias [experts, rows],
+    down_bias [experts, hidden].
     """
 
     def __init__(self, config: ModelConfig, moe: MoEConfig) -> None:
@@ -40,6 +42,11 @@ class Experts(nn.Module):
         up, down = matrix_std(config), matrix_std(config, to_residual=True)
         self.up = _make((moe.experts, up_rows(config, width), config.hidden), up)
         self.down = _make((moe.experts, config.hidden, width), down)
+        self.up_bias: nn.Parameter | None = None
+        self.down_bias: nn.Parameter | None = None
+        if moe.bias:
+            self.up_bias = _make((moe.experts, up_rows(config, width)), kind="bias")
+            self.down_bias = _make((moe.experts, config.hidden), kind="bias")
         self.up_product = ExpertProduct(self, "up")
         self.down_product = ExpertProduct(self, "down")
 
@@ -60,8 +67,10 @@ class Experts(nn.Module):
 
     def mlps(self, multiply: Multiply, rows: Tensor, counts: Tensor) -> Tensor:
         """`ExpertMLPs` of these experts."""
-        raised = self.up_product(multiply, rows, counts)
-        return self.down_product(multiply, self.activate(raised, self.activation), counts)
+        grouped = self.product(rows) is grouped_product
+        raised = add_biases(self.up_product(multiply, rows, counts), counts, self.up_bias, grouped)
+        lowered = self.down_product(multiply, self.activate(raised, self.activation), counts)
+        return add_biases(lowered, counts, self.down_bias, grouped)
 
     def product(self, tokens: Tensor) -> Product:
         """The product for tokens of this type on this device."""
@@ -90,11 +99,9 @@ class ExpertProduct(DeferrableProduct):
         return lambda: [matrix_gradients(rows, counts, gradient, is_grouped)]
 
 
-def _make(shape: tuple[int, ...], std: float) -> nn.Parameter:
+def _make(shape: tuple[int, ...], std: float = 0.0, kind: ParameterKind = "expert") -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(shape))
-    set_spec(
-        parameter, ParamSpec("", shape, "expert", axes=EXPERT_AXES, init_std=std, cut="expert")
-    )
+    set_spec(parameter, ParamSpec("", shape, kind, axes=EXPERT_AXES, init_std=std, cut="expert"))
     return parameter
 
 

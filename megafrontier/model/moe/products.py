@@ -9,6 +9,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -87,6 +88,39 @@ def matrix_gradients(rows: Tensor, counts: Tensor, gradient: Tensor, grouped: bo
         return F.grouped_mm(gradient.t(), rows, offs=_stops(counts))
     parts = (values.split(counts.tolist()) for values in (gradient, rows))
     return torch.stack([by_outputs.t() @ part for by_outputs, part in zip(*parts, strict=True)])
+
+
+def add_biases(rows: Tensor, counts: Tensor, biases: Tensor | None, grouped: bool) -> Tensor:
+    """Rows of outputs as of `Multiply`, plus the bias of each one's expert [experts, outputs].
+
+    grouped: whether the product was torch's grouped one.
+    """
+    if biases is None:
+        return rows
+    if rows.dim() == 3:
+        return rows + biases[:, None]
+    found: Tensor = _AddBiases.apply(rows, counts, biases, grouped)
+    return found
+
+
+class _AddBiases(torch.autograd.Function):
+    """Backward sums by a product, because additions with atomics have any order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, counts: Tensor, biases: Tensor, grouped: bool) -> Tensor:
+        ctx.save_for_backward(counts)
+        ctx.grouped = grouped
+        if grouped:
+            return rows + biases.repeat_interleave(counts, 0, output_size=len(rows))
+        parts = zip(rows.split(counts.tolist()), biases, strict=True)
+        return torch.cat([part + bias for part, bias in parts])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, Tensor, None]:
+        (counts,), (gradient,) = ctx.saved_tensors, grad_outputs
+        ones = gradient.new_ones(len(gradient), ALIGNMENT // gradient.itemsize)
+        sums = matrix_gradients(ones, counts, gradient, ctx.grouped)
+        return gradient, None, sums[..., 0], None
 
 
 PRODUCTS: dict[str, Product] = {"cpu": loop_product}

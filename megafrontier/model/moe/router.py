@@ -53,6 +53,10 @@ class Router(nn.Module):
         shape = moe.experts, config.hidden
         self.weight = nn.Parameter(torch.empty(shape))
         set_spec(self.weight, ParamSpec("", shape, "router", init_std=matrix_std(config)))
+        self.logit_bias: nn.Parameter | None = None
+        if moe.router_bias:
+            self.logit_bias = nn.Parameter(torch.empty(moe.experts))
+            set_spec(self.logit_bias, ParamSpec("", shape[:1], "bias"))
         # Not on the meta device, where the model may be built: checkpoints do not always have them.
         if moe.balance == "bias":
             self.register_buffer("bias", torch.zeros(moe.experts, device="cpu"))
@@ -66,7 +70,8 @@ class Router(nn.Module):
     def forward(self, tokens: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """tokens [n, hidden] → the experts of each token int64 [n, active], and their weights fp32
         [n, active]. `counted` bool [n]: the tokens of losses and statistics. None: all."""
-        logits = F.linear(tokens.float(), self.weight.float())
+        bias = None if self.logit_bias is None else self.logit_bias.float()
+        logits = F.linear(tokens.float(), self.weight.float(), bias)
         scores = logits.softmax(-1) if self.moe.router == "softmax" else logits.sigmoid()
         experts = self._choose(scores.detach())
         weights = scores.gather(1, experts)

@@ -35,6 +35,9 @@ def upcycled(config: Config, checkpoint: Checkpoint, weights_only: bool) -> Chec
     need(weights_only, "checkpoint.weights_only", False, fits)
     fits = f"need 0, because {what}, which has none"
     need(moe.shared_experts == 0, "model.moe.shared_experts", moe.shared_experts, fits)
+    fits = f"need false, because {what}, which has none"
+    for key in ("bias", "router_bias"):
+        need(not getattr(moe, key), f"model.moe.{key}", True, fits)
     return Upcycled(checkpoint.path, checkpoint.manifest, parameter_specs(config.model), config)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megafrontier.model.kernels.gates import clipped
 from megafrontier.model.mlp import activate
 
 PLAIN = {
@@ -11,6 +12,19 @@ PLAIN = {
     "geglu": F.gelu,
     "geglu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
 }
+
+
+def test_the_clipped_gate_has_autograds_gradients_on_both_sides_of_its_limits():
+    raised = (6 * torch.randn(3, 50, 14, dtype=torch.float64)).requires_grad_()
+    gate, up = raised.chunk(2, -1)
+    assert (gate > 7).any()
+    assert (up.abs() > 7).any()
+    low = gate.clamp(max=7)
+    expected, found = low / (1 + (-1.702 * low).exp()) * (up.clamp(-7, 7) + 1), clipped(raised)
+    by_output = torch.randn_like(found)
+    gradients = (torch.autograd.grad(out, raised, by_output)[0] for out in (found, expected))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

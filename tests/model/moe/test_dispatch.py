@@ -8,11 +8,11 @@ from megafrontier.model.moe.experts import Experts
 from tests.model.moe.shapes import mixture
 from tests.model.small_models import small_config
 
-CONFIG = small_config(**mixture(active=3))
+CONFIG = small_config(**mixture(active=3, bias=True))
 
 
 def outcome(run):
-    """The result, and the gradients of tokens, weights and experts."""
+    """The result, and the gradients of tokens, weights and experts with their biases."""
     generator = torch.Generator().manual_seed(1)
     experts = Experts(CONFIG, CONFIG.moe)
     for matrices in experts.parameters():
@@ -22,7 +22,8 @@ def outcome(run):
     chosen = torch.rand(20, 8, generator=generator).topk(3).indices
     out = run(hidden, chosen, weights, experts)
     out.square().sum().backward()
-    return [out.detach(), hidden.grad, weights.grad, experts.up.grad, experts.down.grad]
+    gradients = [parameter.grad for parameter in experts.parameters()]
+    return [out.detach(), hidden.grad, weights.grad, *gradients]
 
 
 def test_rows_with_some_of_their_experts_here_get_the_weighted_sums_of_these():
