@@ -14,13 +14,14 @@ from megafrontier.families.mixtures.deepseek import DeepseekV2, DeepseekV3
 from megafrontier.families.mixtures.experts import Mixtral, OLMoE, Qwen2MoE, Qwen3MoE
 from megafrontier.families.mixtures.gpt_oss import GptOss
 from megafrontier.families.neox import NeoX, StableLM
-from megafrontier.families.olmo import OLMo2, OLMo3
+from megafrontier.families.olmo import OLMo2, OLMo3, OlmoHybrid
 from megafrontier.families.phi import Phi3
 from megafrontier.families.qwen import Qwen2, Qwen3
 
 _DENSE: tuple[Family, ...] = (
     DeepseekV3(),
     GPT2(),
+    OlmoHybrid(),
     Qwen35(),
     Llama(),
     NeoX(),

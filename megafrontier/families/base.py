@@ -46,6 +46,8 @@ class ParamMapping:
     hf_names: tuple[str, ...]
     export: Callable[[Tensor], Sequence[Tensor]]
     load: Callable[[Sequence[Tensor]], Tensor]
+    others: tuple[str, ...] = ()
+    """Names that other releases of the family have in place of these, for `load` as well."""
     copies: tuple[str, ...] = ()
     """Names under which files may have the tensor once more."""
 
@@ -124,6 +126,10 @@ class HFConfigReader:
         if value not in allowed:
             raise self.error(key, value, f"need {' or '.join(map(repr, allowed))}")
         return value
+
+    def is_null(self, key: str) -> bool:
+        """Whether a key is there and null."""
+        return key in self._values and self._values[key] is None
 
     def inner(self, key: str) -> "HFConfigReader | None":
         """The reader of a dictionary in the file, None if it is missing or null."""
@@ -301,7 +307,7 @@ def constraints_of(
 
 def _options(config: ModelConfig) -> dict[str, tuple[Any, Any]]:
     """The value and the default of each option."""
-    attention, scaling = config.attention, config.rotary_scaling
+    attention, scaling, delta = config.attention, config.rotary_scaling, config.attention.delta
     plain_scale = config.head_dim**-0.5
     scale = attention.scale if attention.scale is None else attention.scale / plain_scale
     return {
@@ -327,7 +333,15 @@ def _options(config: ModelConfig) -> dict[str, tuple[Any, Any]]:
         "attention.scale": (None if scale is None or abs(scale - 1) < 1e-6 else scale, None),
         "attention.latent": (None if attention.latent is None else "given", None),
         "attention.pattern": (attention.pattern, []),
-        "attention.delta": (None if attention.delta is None else "given", None),
+        "attention.delta": (None if delta is None else "given", None),
+        **{
+            f"attention.delta.{name}": (getattr(delta, name, None) or default, default)
+            for name, default in (
+                ("negative_eigenvalues", False),
+                ("norm_position", config.norm_position),
+                ("norm_eps", config.norm_eps),
+            )
+        },
         "scale_embedding": (config.scale_embedding, False),
         "logit_softcap": (config.logit_softcap, None),
         "moe": (None if config.moe is None else "given", None),

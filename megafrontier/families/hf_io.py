@@ -288,15 +288,16 @@ class _TensorFiles:
 
 
 def _load(mapping: ParamMapping, files: _TensorFiles) -> Tensor:
-    tensors = [files.get(name) for name in mapping.hf_names]
+    is_other = bool(mapping.others) and files.has(mapping.others[0])
+    names = mapping.others if is_other else mapping.hf_names
+    tensors = [files.get(name) for name in names]
     for name in mapping.copies:
         files.refuse_other_copy(name, tensors[0])
     try:
         return mapping.load(tensors).contiguous()
     except (RuntimeError, ValueError, IndexError) as error:
-        names = ", ".join(mapping.hf_names)
         raise UserError(
-            f"{files.folder}: tensor {names}: not as config.json says: {error}"
+            f"{files.folder}: tensor {', '.join(names)}: not as config.json says: {error}"
         ) from error
 
 

@@ -79,8 +79,11 @@ class Hybrid(Llama):
         periods = range(1, len(types) + 1)
         period = next(n for n in periods if all(t == types[i % n] for i, t in enumerate(types)))
         model.attention.pattern = ["delta" if t == LINEAR else "full" for t in types[:period]]
-        sizes = {ours: self.number(reader, key) for ours, key in _DELTA_KEYS.items()}
-        model.attention.delta = DeltaConfig(**sizes)
+        model.attention.delta = self.delta_sizes(reader, model)
+
+    def delta_sizes(self, reader: HFConfigReader, model: ModelConfig) -> DeltaConfig:
+        """The sizes of delta attention."""
+        return DeltaConfig(**{ours: self.number(reader, key) for ours, key in _DELTA_KEYS.items()})
 
     def attention_mappings(self, config: ModelConfig, block: int) -> list[ParamMapping]:
         """Those of a block's attention, of either kind."""

@@ -51,7 +51,8 @@ class Block(nn.Module):
         self.offload = offload
         self._run = run or Block.forward_recomputed
         self._attend = attend or Block.attend
-        before, after = (config.norm_position in (place, "both") for place in ("before", "after"))
+        position = config.norm_position_of(number)
+        before, after = (position in (place, "both") for place in ("before", "after"))
         self.norm1 = make_norm(config) if before else None
         self.attention = make_attention(config, number)
         self.post_norm1 = make_norm(config) if after else None

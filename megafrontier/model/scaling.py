@@ -114,15 +114,11 @@ class _Folded(Mapping[str, Tensor]):
         self._queries = config.heads * config.head_dim
         # A tied matrix has the embedding's factor, so the norm before the logits takes it back.
         output = found.output / (found.embedding if config.tie_embeddings else 1.0)
-        # What is added to the residual stream comes from a norm, or from a matrix.
-        added = (
-            ("out", "down") if config.norm_position == "before" else ("post_norm1", "post_norm2")
-        )
+        self._config, self._residual = config, found.residual
         self._factors = {
             "embedding": found.embedding,
             "head.norm": output,
             "query_norm": found.query,
-            **dict.fromkeys(added, found.residual),
         }
 
     def __getitem__(self, name: str) -> Tensor:
@@ -130,8 +126,17 @@ class _Folded(Mapping[str, Tensor]):
         if ".attention.qkv." in name:
             query, others = weight[: self._queries], weight[self._queries :]
             return torch.cat([scaled(query, self._projected), others])
-        factors = (value for part, value in self._factors.items() if f".{part}." in f".{name}.")
+        known = self._factors | dict.fromkeys(self._added(name), self._residual)
+        factors = (value for part, value in known.items() if f".{part}." in f".{name}.")
         return scaled(weight, next(factors, 1.0))
+
+    def _added(self, name: str) -> tuple[str, ...]:
+        """The parts of a parameter's block whose results are added to the residual stream: norms,
+        or matrices."""
+        first, *rest = name.split(".")
+        block = int(rest[0]) if first == "blocks" else self._config.layers
+        is_before = self._config.norm_position_of(block) == "before"
+        return ("out", "down") if is_before else ("post_norm1", "post_norm2")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

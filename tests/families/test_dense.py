@@ -3,6 +3,7 @@
 from copy import deepcopy
 
 import pytest
+import torch
 import transformers
 
 from megafrontier.common.errors import UserError
@@ -68,6 +69,16 @@ FOREIGN = {
         },
         pad_token_id=0,
     ),
+    "OlmoHybrid": transformers.OlmoHybridConfig(
+        **SMALL | {"hidden_size": 64} | test_experts.HYBRID, rope_parameters=ROTARY, pad_token_id=0
+    ),
+    "OlmoHybrid without positions": transformers.OlmoHybridConfig(
+        **SMALL,
+        layer_types=["linear_attention", "linear_attention", "full_attention"],
+        rope_parameters={"rope_theta": None, "rope_type": "default"},
+        linear_allow_neg_eigval=False,
+        pad_token_id=0,
+    ),
     "Phi3": transformers.Phi3Config(
         **SMALL,
         rope_parameters={**ROTARY, "partial_rotary_factor": 0.75},
@@ -105,6 +116,15 @@ def test_dense_families_have_the_logits_of_transformers_both_ways(name, tokens, 
     # A Mistral without a window is a Llama.
     own = f"{name.split()[0]}ForCausalLM"
     assert architecture == own or name == "Mistral without a window"
+
+
+def test_an_olmo_hybrid_is_read_with_the_names_of_transformers_as_well(tmp_path):
+    theirs = transformers.AutoModelForCausalLM.from_config(FOREIGN["OlmoHybrid"])
+    theirs.save_pretrained(tmp_path / "published")
+    theirs.save_pretrained(tmp_path / "own", save_original_format=False)
+    (config, weights), (other, same) = (import_model(tmp_path / n) for n in ("published", "own"))
+    assert other == config
+    assert all(torch.equal(same[name], weights[name]) for name in weights)
 
 
 SCALED = FOREIGN | {
@@ -158,6 +178,11 @@ def test_a_gemma_3_of_transformers_4_is_read_as_well(tmp_path):
             "Qwen2 with windows",
             {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
             "layer_types: .*, need sliding_attention, with full_attention in the last of every n",
+        ),
+        (
+            "OlmoHybrid",
+            {"layer_types": ["linear_attention"] * 3},
+            "layer_types: .*, need linear_attention and full_attention",
         ),
         ("Gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping: 5.0, need None"),
         (

@@ -107,10 +107,15 @@ LATENT_QUERIES: dict[str, Any] = SHAPES["llama"] | {
 
 DELTA: dict[str, Any] = SHAPES["llama"] | {
     "attention": AttentionConfig(
-        pattern=["delta", "full"], delta=DeltaConfig(2, 4, 8, 6), output_gate=True
+        pattern=["delta", "full"],
+        delta=DeltaConfig(
+            2, 4, 8, 6, negative_eigenvalues=True, norm_position="after", norm_eps=0.01
+        ),
+        output_gate=True,
     )
 }
-"""A hybrid of gated delta attention and gated softmax attention as in Qwen3-Next."""
+"""A hybrid of gated delta attention and softmax attention, with what Qwen3-Next and Olmo Hybrid
+have."""
 DELTA_WINDOWS: dict[str, Any] = GEMMA | {
     "layers": 4,
     "attention": replace(

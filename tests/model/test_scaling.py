@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from megafrontier.common.errors import UserError
-from megafrontier.config import MoEConfig, OptimizerConfig, ScalingConfig
+from megafrontier.config import (
+    AttentionConfig,
+    DeltaConfig,
+    MoEConfig,
+    OptimizerConfig,
+    ScalingConfig,
+)
 from megafrontier.config.building import build
 from megafrontier.families.hf_io import export_model, import_model
 from megafrontier.model.flops import parameter_specs
@@ -108,10 +114,16 @@ def test_activations_change_as_much_in_every_width_and_depth(pairs):
 
 
 OLMO = SHAPES["llama"] | {"norm_position": "after", "qk_norm": "full"}
+HYBRID = OLMO | {
+    "attention": AttentionConfig(
+        pattern=["delta", "full"], delta=DeltaConfig(2, 4, 8, 6, norm_position="before")
+    )
+}
+"""With norms at other places in some blocks."""
 
 
 @pytest.mark.parametrize(
-    "changes", [*SHAPES.values(), mixture(balance="none") | {"qk_norm": "head"}, OLMO]
+    "changes", [*SHAPES.values(), mixture(balance="none") | {"qk_norm": "head"}, OLMO, HYBRID]
 )
 def test_an_exported_model_has_the_constants_in_its_weights(changes, tokens, tmp_path):
     shape = small_config(**changes)

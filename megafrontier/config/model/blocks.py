@@ -47,6 +47,14 @@ class DeltaConfig:
     """Width of a head of values, the columns of a state."""
     convolution: int = count(4, at_most=2**10)
     """Tokens of the convolution: a token and those directly before it."""
+    negative_eigenvalues: bool = False
+    """Tokens correct a state up to twice as much, so that it can also change its sign (Grazzi et
+    al. 2024, arXiv:2411.12537; Olmo Hybrid)."""
+    norm_position: Literal["before", "after", "both"] | None = None
+    """Where attention and MLP of these blocks are normalized (Olmo Hybrid: before, with
+    `model.norm_position: after`). Default: `model.norm_position`."""
+    norm_eps: float | None = bounded(None, above=0)
+    """Epsilon of the norm of each head's result. Default: `model.norm_eps`."""
 
 
 @dataclass

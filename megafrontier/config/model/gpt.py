@@ -145,6 +145,12 @@ class ModelConfig:
         every = self.attention.no_rotary_every
         return self.position == "rotary" and (every is None or (block + 1) % every != 0)
 
+    def norm_position_of(self, block: int) -> str:
+        """Where attention and MLP of a block, counted from 0, are normalized."""
+        delta, kind = self.attention.delta, self.attention.kind_of(block)
+        own = delta.norm_position if delta is not None and kind == "delta" else None
+        return own or self.norm_position
+
     @property
     def rotary_dims(self) -> int:
         """Number of rotating dimensions in a head; 0 with learned positions."""

@@ -61,7 +61,8 @@ class DeltaAttention(Attention):
         )  # fmt: skip
         self.log_decay = _parameter((heads,), DECAY_MEAN, DECAY_STD)
         self.step_bias = _parameter((heads,), STEP_MEAN, STEP_STD)
-        self.norm = with_specs(nn.RMSNorm(delta.value_size, eps=config.norm_eps), "norm")
+        eps = delta.norm_eps or config.norm_eps
+        self.norm = with_specs(nn.RMSNorm(delta.value_size, eps=eps), "norm")
         std = matrix_std(config, to_residual=True)
         self.out = Linear(values, config.hidden, std, cut="rows")
         self._exchange: Exchange | None = None
@@ -99,7 +100,8 @@ class DeltaAttention(Attention):
         rate = -self.log_decay.float().exp()
         decay = rate * F.softplus(step.float() + self.step_bias.float())
         query = query * delta.key_size**-0.5
-        return DeltaTokens(query, key, value, decay, strength.float().sigmoid())
+        most = 2.0 if delta.negative_eigenvalues else 1.0
+        return DeltaTokens(query, key, value, decay, most * strength.float().sigmoid())
 
     def _convolve(
         self,
