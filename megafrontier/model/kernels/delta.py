@@ -84,22 +84,19 @@ def delta_chunks(tokens: DeltaTokens, documents: Tensor | None = None) -> DeltaC
         _in_chunks(part.float(), size, padding) for part in tokens
     )
     total, between = _decays_between(decay)
-    lower = torch.ones(size, size, dtype=torch.bool, device=query.device).tril()
-    within, enters, leaves = lower, None, None
+    from_start = total.exp()
+    within = torch.ones(size, size, dtype=torch.bool, device=query.device).tril()
     if documents is not None:
         numbers = F.pad(documents, (0, padding), mode="replicate").unflatten(1, (-1, size))[:, None]
-        within = lower & (numbers[..., :, None] == numbers[..., None, :])
+        within = within & (numbers[..., :, None] == numbers[..., None, :])
         # The last token before a chunk; none is before the first chunk.
         before = F.pad(numbers[:, :, :-1, -1:], (0, 0, 1, 0), value=-1)
-        enters, leaves = numbers == before, numbers == numbers[..., -1:]
-    decays = between.masked_fill(~within, -torch.inf).exp()
-    from_start, to_end = total.exp(), between[..., -1, :].exp()
-    whole = from_start[..., -1]
-    if enters is not None and leaves is not None:
-        from_start, to_end = from_start * enters, to_end * leaves
-        whole = whole * (enters & leaves)[..., -1]
-    system = strength[..., None] * (key @ key.mT) * decays
-    both = torch.cat([value, key * from_start[..., None]], -1) * strength[..., None]
+        from_start = from_start * (numbers == before)
+    decays = between.masked_fill_(~within, -torch.inf).exp_()
+    to_end, whole = decays[..., -1, :], from_start[..., -1]
+    strong = key * strength[..., None]
+    system = (strong @ key.mT) * decays
+    both = torch.cat([value * strength[..., None], strong * from_start[..., None]], -1)
     # torch takes the diagonal as 1, and what is above it as 0.
     solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
     values, keys = solved.split([value.shape[-1], key.shape[-1]], -1)
@@ -194,8 +191,8 @@ def convolve(
     known = None if numbers is None else F.pad(numbers, (past, 0), value=-1)
     found = torch.zeros_like(tokens, dtype=torch.float32)
     for i in range(past + 1):
-        here = whole[:, i : i + length].float() * taps[:, i].float()
+        here = whole[:, i : i + length].float()
         if known is not None and numbers is not None and i < past:
             here = here * (known[:, i : i + length] == numbers)[..., None]
-        found = found + here
+        found = torch.addcmul(found, here, taps[:, i].float())
     return F.silu(found).to(tokens.dtype)
