@@ -120,7 +120,7 @@ def build(mesh: Mesh, exchange: type[ContextSplit]) -> tuple[GPT, Engine]:
         block.attention.over_chunks = partial(chunk_attention, exchange=split.number, size=NODES)
     placement = Placement.named("ddp", mesh.hierarchy().levels)
     initial = partial(initial_slice, 0)
-    engine = shard(model, model.units(), placement, mesh, initial=initial, overlap="safe")
+    engine = shard(model, model.units(), placement, mesh, initial=initial)
     split.group.connect(engine, hierarchy)
     return model, engine
 
@@ -156,11 +156,11 @@ def run(job: Job) -> Measured:
             attend = model.blocks[0].attention.over_chunks
             tasks[name] = partial(_train, model, engines[name], tokens, documents)
             tasks[f"{name}, forward"] = partial(attend, *heads, documents, 0.0)
-        sent = {name: _bytes(mesh, engine, tasks[name]) for name, engine in engines.items()}
+        sent = {name: sent_bytes(mesh, engine, tasks[name]) for name, engine in engines.items()}
         seconds: dict[str, list[float]] = {name: [] for name in tasks}
         for number in range(job.warmup + job.steps):
             for name, task in tasks.items():
-                taken = _seconds(mesh, task)
+                taken = round_seconds(mesh, task)
                 if number >= job.warmup:
                     seconds[name].append(taken)
         return Measured(seconds, sent)
@@ -171,7 +171,7 @@ def _train(model: GPT, engine: Engine, tokens: Tensor, documents: Tensor) -> Non
         model(tokens, tokens, documents).backward()
 
 
-def _bytes(mesh: Mesh, engine: Engine, task: Callable[[], object]) -> float:
+def sent_bytes(mesh: Mesh, engine: Engine, task: Callable[[], object]) -> float:
     """What all ranks send in a task."""
     engine.ledger.take(wait=True)
     task()
@@ -179,7 +179,7 @@ def _bytes(mesh: Mesh, engine: Engine, task: Callable[[], object]) -> float:
     return float(mesh.world.sum(own).sum())
 
 
-def _seconds(mesh: Mesh, task: Callable[[], object]) -> float:
+def round_seconds(mesh: Mesh, task: Callable[[], object]) -> float:
     """Until the slowest rank is done."""
     mesh.world.all_true(True)
     begin = time.perf_counter()

@@ -1,0 +1,1 @@
+"""Benchmarks of gated delta attention beside softmax attention."""
