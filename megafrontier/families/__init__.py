@@ -13,6 +13,7 @@ from megafrontier.families.llama import Llama, Mistral, SmolLM3
 from megafrontier.families.mixtures.deepseek import DeepseekV2, DeepseekV3
 from megafrontier.families.mixtures.experts import Mixtral, OLMoE, Qwen2MoE, Qwen3MoE
 from megafrontier.families.mixtures.gpt_oss import GptOss
+from megafrontier.families.mixtures.grouped import GLM4MoE
 from megafrontier.families.neox import NeoX, StableLM
 from megafrontier.families.olmo import OLMo2, OLMo3, OlmoHybrid
 from megafrontier.families.phi import Phi3
@@ -40,6 +41,7 @@ _MIXTURES: tuple[Family, ...] = (
     GptOss(),
     DeepseekV2(),
     DeepseekV3(),
+    GLM4MoE(),
     Qwen3Next(),
     Qwen35MoE(),
     OLMoE(),

@@ -36,13 +36,7 @@ YARN = {
     "original_max_position_embeddings": 12,
     "mscale_all_dim": 0.9,
 }
-LATENT = SMALL_LLAMA | {
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 12,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 6,
-    "v_head_dim": 10,
+GROUPED = {
     "n_routed_experts": 8,
     "n_shared_experts": 2,
     "num_experts_per_tok": 3,
@@ -50,6 +44,15 @@ LATENT = SMALL_LLAMA | {
     "first_k_dense_replace": 1,
     "n_group": 4,
     "topk_group": 2,
+}
+LATENT = SMALL_LLAMA | {
+    **GROUPED,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 10,
     "rms_norm_eps": 1e-6,
 }
 HYBRID = {
@@ -116,6 +119,13 @@ FOREIGN = {
     ),
     "DeepseekV3ForCausalLM": transformers.DeepseekV3Config(
         **LATENT, rope_parameters=ROTARY | YARN | {"mscale": 0.7}, q_lora_rank=16
+    ),
+    "Glm4MoeForCausalLM": transformers.Glm4MoeConfig(
+        **SMALL_LLAMA | GROUPED | {"num_hidden_layers": 3, "num_key_value_heads": 2},
+        head_dim=16,
+        use_qk_norm=True,
+        attention_bias=True,
+        rope_parameters=ROTARY | {"partial_rotary_factor": 0.5},
     ),
     "OlmoeForCausalLM": transformers.OlmoeConfig(**SMALL, num_experts=6, router_aux_loss_coef=0.0),
 }
@@ -257,7 +267,7 @@ def test_biases_of_routers_come_with_an_import_and_leave_with_an_export(tmp_path
     ("change", "message"),
     [
         ({"balance": "bias"}, "model.moe.balance: bias .* Mixtral.*, which needs loss or none"),
-        ({"router": "sigmoid"}, "model.moe.router: sigmoid .* needs softmax"),
+        ({"router": "sigmoid"}, "model.moe.balance: none .* Glm4Moe.*, which needs bias"),
         ({"every": 2}, "model.moe.every: 2 .* needs 1"),
         ({"normalise": False}, "model.moe.normalise: False .* needs True"),
         ({"shared_experts": 1}, "model.moe.shared_gate: False .* Qwen2Moe.* needs True"),
@@ -288,6 +298,11 @@ def test_a_mixture_of_no_family_is_refused_by_key(change, message, make_config, 
         ("GptOssForCausalLM", {"swiglu_limit": 5.0}, "swiglu_limit: 5.0, need 7.0"),
         ("GptOssForCausalLM", {"rope_parameters": None}, "rope_parameters: None, need the rotary"),
         ("Qwen3_5MoeForCausalLM", {"norm_topk_prob": False}, "norm_topk_prob: False, need True"),
+        (
+            "Glm4MoeForCausalLM",
+            {"first_k_dense_replace": 3},
+            r"first_k_dense_replace: 3, need less than num_hidden_layers \(3\)",
+        ),
         ("DeepseekV3ForCausalLM", {"rope_interleave": False}, "rope_interleave: False, need True"),
         ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob: True, need False"),
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, r"mlp_only_layers: \[0\], need \[\]"),

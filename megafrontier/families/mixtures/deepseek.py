@@ -1,8 +1,7 @@
-"""DeepSeek-V2 and V3: multi-head latent attention, and experts after the first blocks."""
+"""DeepSeek-V2 and V3: multi-head latent attention, with the mixtures of `grouped.py`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from math import log, sqrt
 from typing import Any, ClassVar, Literal
 
@@ -15,30 +14,20 @@ from megafrontier.config import (
     LatentConfig,
     ModelConfig,
     MoEConfig,
-    PredictionConfig,
 )
 from megafrontier.families.base import Constraint, HFConfigReader, ParamMapping, same
-from megafrontier.families.llama import Llama, attention_names, gated_mlp
-from megafrontier.families.mixtures.experts import LlamaExperts, expert_biases, expert_width
-from megafrontier.model.moe.layer import has_experts
+from megafrontier.families.llama import Llama, attention_names
+from megafrontier.families.mixtures.grouped import GroupedExperts
 
 LATENT_EPS = 1e-6
 """transformers has no other epsilon for norms of latents."""
 
 
-class DeepseekV3(LlamaExperts):
-    """`DeepseekV3ForCausalLM`: experts are chosen by sigmoids and biases. Without experts, V2 is
-    exported as V3 as well."""
+class DeepseekV3(GroupedExperts):
+    """`DeepseekV3ForCausalLM`. Without experts, V2 is exported as V3 as well."""
 
     architecture = "DeepseekV3ForCausalLM"
     model_type = "deepseek_v3"
-    count_key = "n_routed_experts"
-    router: Literal["softmax", "sigmoid"] = "sigmoid"
-    balances: tuple[str, ...] = ("bias",)
-    normalises: tuple[bool, ...] = (True, False)
-    best = 2
-    """Scores of a group of experts that are summed."""
-    has_prediction = True
     defaults: ClassVar[dict[str, float]] = {
         "num_hidden_layers": 61,
         "hidden_size": 7168,
@@ -82,20 +71,7 @@ class DeepseekV3(LlamaExperts):
         }
         found = self._constraints(config, more)
         found.append(Constraint("norm_eps", config.norm_eps, (LATENT_EPS,)))
-        if moe is None:
-            return found
-        best = moe.groups.best if moe.groups.active < moe.groups.number else self.best
-        return [
-            *found,
-            *expert_biases(moe, False),
-            Constraint("moe.router", moe.router, (self.router,)),
-            Constraint("moe.balance", moe.balance, self.balances),
-            Constraint("moe.normalise", moe.normalise, self.normalises),
-            Constraint("moe.groups.best", best, (self.best,)),
-            Constraint("moe.every", moe.every, (1,)),
-            Constraint("moe.shared_experts", moe.shared_experts > 0, (True,)),
-            Constraint("moe.shared_gate", moe.shared_gate, no),
-        ]
+        return found if moe is None else [*found, *self.routing(moe)]
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
         """The keys of Llama, of latents and of experts."""
@@ -116,18 +92,7 @@ class DeepseekV3(LlamaExperts):
             "first_k_dense_replace": config.layers + more if moe is None else moe.first,
             "num_nextn_predict_layers": more,
         }
-        if moe is None:
-            return keys
-        return keys | {
-            "n_routed_experts": moe.experts,
-            "n_shared_experts": moe.shared_experts,
-            "num_experts_per_tok": moe.active,
-            "moe_intermediate_size": expert_width(config),
-            "routed_scaling_factor": moe.scale,
-            "norm_topk_prob": moe.normalise,
-            "n_group": moe.groups.number,
-            "topk_group": moe.groups.active,
-        }
+        return keys if moe is None else keys | self.expert_keys(config)
 
     def read_config(self, reader: HFConfigReader) -> ModelConfig:
         """Read the keys, with the family's defaults."""
@@ -145,75 +110,8 @@ class DeepseekV3(LlamaExperts):
         first = self.number(reader, "first_k_dense_replace")
         moe = None if first >= model.layers else replace(self.experts(reader), first=first)
         attention = AttentionConfig(latent=latent, scale=scale)
-        predicts = self.has_prediction and reader.number("num_nextn_predict_layers", 0) == 1
-        prediction = PredictionConfig() if predicts else None
-        return replace(model, head_size=None, attention=attention, moe=moe, prediction=prediction)
-
-    def experts(self, reader: HFConfigReader) -> MoEConfig:
-        """The experts."""
-        return replace(
-            self._experts(reader),
-            router="sigmoid",
-            balance="bias",
-            normalise=reader.flag("norm_topk_prob", True),
-            groups=self._groups(reader),
-        )
-
-    def _experts(self, reader: HFConfigReader) -> MoEConfig:
-        number = partial(self.number, reader)
-        return MoEConfig(
-            experts=number("n_routed_experts"),
-            active=number("num_experts_per_tok"),
-            ffn_hidden=number("moe_intermediate_size"),
-            shared_experts=number("n_shared_experts"),
-            scale=float(number("routed_scaling_factor")),
-        )
-
-    def _groups(self, reader: HFConfigReader) -> ExpertGroupsConfig:
-        number, active = (self.number(reader, key) for key in ("n_group", "topk_group"))
-        return ExpertGroupsConfig(number, active, self.best)
-
-    def mappings(self, config: ModelConfig) -> list[ParamMapping]:
-        """Those of parameters, and the biases of routers."""
-        if config.prediction is not None and self.has_prediction:
-            return self._with_prediction(config)
-        biases = [
-            same(f"blocks.{i}.mlp.router.bias", f"layers.{i}.mlp.gate.e_score_correction_bias")
-            for i in range(config.layers)
-            if has_experts(config, i) and "bias" in self.balances
-        ]
-        return [*super().mappings(config), *biases]
-
-    def _with_prediction(self, config: ModelConfig) -> list[ParamMapping]:
-        """The block of `prediction` comes after the others in files, with copies of the embedding
-        and of the head. Its first matrix has the columns of the next token's embedding first."""
-        last, hf_name = f"blocks.{config.layers}.", f"layers.{config.layers}"
-        copies = {
-            "embedding.tokens.weight": (f"{hf_name}.embed_tokens.weight",),
-            "head.output.weight": (f"{hf_name}.shared_head.head.weight",),
-        }
-        deeper = replace(config, layers=config.layers + 1, prediction=None)
-        found = [
-            replace(
-                mapping,
-                name=mapping.name.replace(last, "prediction.block."),
-                copies=copies.get(mapping.name, ()),
-            )
-            for mapping in self.mappings(deeper)
-        ]
-        names = {"token_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"}
-        found += [
-            same(f"prediction.{ours}.weight", f"{hf_name}.{theirs}.weight")
-            for ours, theirs in names.items()
-        ]
-        projection = f"{hf_name}.eh_proj.weight"
-
-        def swap(tensor: Tensor) -> Tensor:
-            return tensor.roll(config.hidden, 1)
-
-        name = "prediction.projection.weight"
-        load = ParamMapping(name, (projection,), lambda t: (swap(t),), lambda ts: swap(ts[0]))
-        return [*found, load]
+        model = replace(model, head_size=None, attention=attention, moe=moe)
+        return replace(model, prediction=self.prediction(reader))
 
     def attention_mappings(self, config: ModelConfig, block: int) -> list[ParamMapping]:
         """Those of a block's attention. Our heads begin with their rotary part."""
@@ -238,14 +136,6 @@ class DeepseekV3(LlamaExperts):
                 for ours, theirs in plain.items()
             ),
         ]
-
-    def mlp_mappings(self, config: ModelConfig, block: int) -> list[ParamMapping]:
-        """Those of experts, and of the shared ones."""
-        found = super().mlp_mappings(config, block)
-        if config.moe is not None and has_experts(config, block):
-            name, hf_name = f"blocks.{block}.mlp.shared", f"layers.{block}.mlp.shared_experts"
-            found += gated_mlp(name, hf_name, config.moe.shared_experts * expert_width(config))
-        return found
 
 
 class DeepseekV2(DeepseekV3):
