@@ -18,6 +18,8 @@ HEAD = "head"
 """
 
 
+WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
+"""Values of `model_type` of models of images and text, of which the model of text is imported."""
 LLAMA3 = "llama3"
 """rope_type of Llama 3.1 and 3.2."""
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -256,6 +258,15 @@ class Rope(NamedTuple):
     scaling: RotaryScalingConfig | None
     score_factor: float = 1.0
     """Of scores, in models with latent attention."""
+
+
+def text_reader(path: Path, values: dict[str, Any]) -> HFConfigReader:
+    """The reader of a config.json, or of its part for the text of a model of images and text."""
+    text = values.get("text_config")
+    if values.get("model_type") not in WITH_IMAGES or not isinstance(text, dict):
+        return HFConfigReader(path, values)
+    whole = {key: values[key] for key in ("tie_word_embeddings",) if key in values}
+    return HFConfigReader(path, text | whole)
 
 
 def same(name: str, hf_name: str) -> ParamMapping:

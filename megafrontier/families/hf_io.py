@@ -22,7 +22,7 @@ from megafrontier.config import Config, MLPConfig, ModelConfig, check
 from megafrontier.config.model.gpt import MOST_LAYERS
 from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.families import family_for, family_of
-from megafrontier.families.base import HEAD, Family, HFConfigReader, ParamMapping
+from megafrontier.families.base import HEAD, Family, ParamMapping, text_reader
 from megafrontier.families.mixtures.mxfp4 import BLOCKS, SCALES, unpacked
 from megafrontier.model.flops import buffer_shapes, parameter_shapes
 from megafrontier.model.scaling import folded
@@ -31,6 +31,8 @@ SHARD_BYTES = 4 * 1024**3
 """Larger models are written as several files of about this size."""
 
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+_TEXT = "language_model."
+"""In names of tensors, if a file has a model of images and text."""
 _DERIVED = (*_BUFFERS, "rotary_emb.inv_freq")
 """Suffixes of the names of causal masks and rotary tables in old files."""
 
@@ -90,7 +92,7 @@ def import_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 def described_model(folder: Path) -> tuple[Family, ModelConfig]:
     """The family and config in a folder's config.json. Raises UserError as `import_model`."""
     path = folder / "config.json"
-    reader = HFConfigReader(path, _read_json(path))
+    reader = text_reader(path, _read_json(path))
     family = family_of(reader)
     for key in ("num_hidden_layers", "n_layer"):
         value = reader.number(key, 1)
@@ -278,6 +280,7 @@ class _TensorFiles:
             raise UserError(f"{found}: not part of a {self._family.architecture}")
 
     def _canonical(self, name: str) -> str:
+        name = name.replace(_TEXT, "", 1)
         # transformers 5 names every head lm_head. In transformers 4, GPT-NeoX's is embed_out.
         if name in ("lm_head.weight", "embed_out.weight"):
             return HEAD

@@ -117,6 +117,7 @@ class Hybrid(Llama):
 class Qwen35(Hybrid):
     """`Qwen3_5ForCausalLM`, the text model of Qwen3.5, dense."""
 
+    ignored: tuple[str, ...] = (*Hybrid.ignored, "visual.")
     architecture = "Qwen3_5ForCausalLM"
     model_type = "qwen3_5_text"
     defaults: ClassVar[dict[str, float]] = _QWEN | {

@@ -207,6 +207,30 @@ def test_the_block_that_predicts_later_tokens_comes_with_an_import(tokens, tmp_p
     assert import_model(tmp_path / "without")[0].prediction is None
 
 
+def test_the_text_of_a_model_of_images_with_stacked_experts_is_imported(tokens, tmp_path):
+    """As the published files of Qwen3.5."""
+    text = {
+        key: getattr(FOREIGN["Qwen3_5MoeForCausalLM"], key)
+        for key in (*GATED, "num_experts_per_tok", "shared_expert_intermediate_size")
+        if key != "intermediate_size"
+    }
+    images = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    whole = transformers.Qwen3_5MoeConfig(
+        text_config=text, vision_config=images | {"out_hidden_size": 32}, tie_word_embeddings=True
+    )
+    torch.manual_seed(0)
+    theirs = transformers.Qwen3_5MoeForConditionalGeneration(whole).eval()
+    for parameter in theirs.model.language_model.parameters():
+        torch.nn.init.normal_(parameter, 0.1, 0.2)
+    theirs.save_pretrained(tmp_path, save_original_format=False)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in names
+    config, weights = import_model(tmp_path)
+    assert config.tie_embeddings
+    ours = loaded(config, dict(GPT(config).named_buffers()) | weights)
+    assert_same_logits(ours, theirs, tokens)
+
+
 def test_the_block_of_qwen3_next_that_predicts_later_tokens_is_left_out(tmp_path):
     """Published files have it, and transformers ignores it as well."""
     theirs = transformers.AutoModelForCausalLM.from_config(FOREIGN["Qwen3NextForCausalLM"])

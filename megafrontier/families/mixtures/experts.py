@@ -101,10 +101,11 @@ class LlamaExperts(Llama):
             tuple(f"{hf_name}.experts.{i}.{part}.weight" for i in range(count))
             for part in self.projections
         )
+        stacks = (f"{hf_name}.experts.gate_up_proj", f"{hf_name}.experts.down_proj")
         return [
             same(f"{name}.router.weight", f"{hf_name}.gate.weight"),
-            _stacked_pairs(f"{name}.experts.up", gate, up),
-            _stacked(f"{name}.experts.down", down),
+            _stacked_pairs(f"{name}.experts.up", gate, up, stacks[0]),
+            _stacked(f"{name}.experts.down", down, stacks[1]),
         ]
 
 
@@ -289,12 +290,18 @@ def expert_width(config: ModelConfig) -> int:
     return experts_of(config).ffn_hidden or config.mlp_hidden
 
 
-def _stacked(name: str, hf_names: tuple[str, ...]) -> ParamMapping:
-    """A tensor of all experts, of which the family has one each."""
-    return ParamMapping(name, hf_names, lambda t: t.unbind(), lambda ts: torch.stack(list(ts)))
+def _stacked(name: str, hf_names: tuple[str, ...], stack: str) -> ParamMapping:
+    """A tensor of all experts, of which the family has one each, or `stack`."""
+
+    def load(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(tensors)) if tensors[0].dim() == 2 else tensors[0]
+
+    return ParamMapping(name, hf_names, lambda t: t.unbind(), load, (stack,))
 
 
-def _stacked_pairs(name: str, gate: tuple[str, ...], up: tuple[str, ...]) -> ParamMapping:
+def _stacked_pairs(
+    name: str, gate: tuple[str, ...], up: tuple[str, ...], stack: str
+) -> ParamMapping:
     """`_stacked`, with the rows of two of the family's tensors for each expert."""
 
     def export(tensor: Tensor) -> Sequence[Tensor]:
@@ -302,7 +309,9 @@ def _stacked_pairs(name: str, gate: tuple[str, ...], up: tuple[str, ...]) -> Par
         return [*gates.unbind(), *ups.unbind()]
 
     def load(tensors: Sequence[Tensor]) -> Tensor:
+        if tensors[0].dim() == 3:
+            return tensors[0]
         gates, ups = tensors[: len(gate)], tensors[len(gate) :]
         return torch.cat([torch.stack(list(gates)), torch.stack(list(ups))], 1)
 
-    return ParamMapping(name, (*gate, *up), export, load)
+    return ParamMapping(name, (*gate, *up), export, load, (stack,))
