@@ -9,7 +9,7 @@ from megafrontier.families.base import Constraint, Family, HFConfigReader
 from megafrontier.families.gemma import Gemma2, Gemma3
 from megafrontier.families.gpt2 import GPT2
 from megafrontier.families.hybrid import Qwen3Next, Qwen35, Qwen35MoE
-from megafrontier.families.llama import Llama, Mistral, SmolLM3
+from megafrontier.families.llama import Llama, Ministral3, Mistral, SmolLM3
 from megafrontier.families.mixtures.deepseek import DeepseekV2, DeepseekV3
 from megafrontier.families.mixtures.experts import Mixtral, OLMoE, Qwen2MoE, Qwen3MoE
 from megafrontier.families.mixtures.gpt_oss import GptOss
@@ -29,6 +29,7 @@ _DENSE: tuple[Family, ...] = (
     Qwen2(),
     Qwen3(),
     Mistral(),
+    Ministral3(),
     Gemma2(),
     Gemma3(),
     OLMo2(),

@@ -18,7 +18,7 @@ HEAD = "head"
 """
 
 
-WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
+WITH_IMAGES = ("qwen3_5", "qwen3_5_moe", "mistral3")
 """Values of `model_type` of models of images and text, of which the model of text is imported."""
 LLAMA3 = "llama3"
 """rope_type of Llama 3.1 and 3.2."""
@@ -140,6 +140,14 @@ class HFConfigReader:
             raise self.error(key, value, "need keys and values")
         return None if value is None else HFConfigReader(self._path, value)
 
+    def need_rope(self) -> "HFConfigReader":
+        """The reader of the rotary settings. Raises UserError if the file has none, for families
+        for which transformers then scales frequencies."""
+        found = self.inner("rope_scaling") or self.inner("rope_parameters")
+        if found is None:
+            raise self.error("rope_parameters", None, "need the rotary settings")
+        return found
+
     def rope(
         self,
         theta_key: str,
@@ -241,7 +249,7 @@ class HFConfigReader:
             length,
             "yarn",
             None if attention is None else float(attention),
-            self.flag("truncate", True),
+            truncate=self.flag("truncate", True),
         )
 
     def _mscale(self, key: str, factor: float) -> float:
@@ -328,6 +336,7 @@ def _options(config: ModelConfig) -> dict[str, tuple[Any, Any]]:
         "parallel_residual": (config.parallel_residual, False),
         "rotary_fraction": (config.rotary_dims / config.head_dim, 1.0),
         "rotary_scaling": (scaling and scaling.kind, None),
+        "rotary_scaling.query_growth": (scaling.query_growth if scaling else 0.0, 0.0),
         "kv_heads": (config.num_kv_heads, config.heads),
         "head_size": (config.head_dim, config.hidden / config.heads),
         "qk_norm": (config.qk_norm, "none"),

@@ -216,6 +216,9 @@ class Mistral(Llama):
         "intermediate_size": 14336,
         "max_position_embeddings": 131072,
     }
+    ignored: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.")
+    window: int | None = 4096
+    """The default."""
 
     def constraints(self, config: ModelConfig) -> list[Constraint]:
         """A window, and no biases."""
@@ -228,10 +231,55 @@ class Mistral(Llama):
         return {"sliding_window": config.attention.window}
 
     def own_model(self, reader: HFConfigReader, model: ModelConfig) -> ModelConfig:
-        """The window, 4096 by default, but not if it is null."""
+        """The window, but none if it is null."""
         reader.one_of("attention_bias", False, False)
-        model.attention.window = reader.optional("sliding_window", 4096)
+        model.attention.window = reader.optional("sliding_window", self.window)
         return model
+
+
+class Ministral3(Mistral):
+    """`Ministral3ForCausalLM`: queries grow with positions, beside YaRN."""
+
+    architecture = "Ministral3ForCausalLM"
+    model_type = "ministral3"
+    defaults: ClassVar[dict[str, float]] = {
+        "num_hidden_layers": 34,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 262144,
+        "vocab_size": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    }
+    window = None
+    allowed: ClassVar[dict[str, Sequence[Any] | None]] = {"rotary_scaling.query_growth": None}
+
+    def constraints(self, config: ModelConfig) -> list[Constraint]:
+        """Also YaRN."""
+        scaling = config.rotary_scaling
+        return [
+            *super().constraints(config),
+            Constraint("rotary_scaling", scaling and scaling.kind, ("yarn",)),
+        ]
+
+    def own_keys(self, config: ModelConfig) -> dict[str, Any]:
+        """Also the growth of queries."""
+        assert config.rotary_scaling is not None
+        growth = {"llama_4_scaling_beta": config.rotary_scaling.query_growth}
+        keys = {"rope_parameters": written_rope(config) | growth, "rope_scaling": None}
+        return super().own_keys(config) | keys
+
+    def own_model(self, reader: HFConfigReader, model: ModelConfig) -> ModelConfig:
+        """Also the growth of queries."""
+        rope = reader.need_rope()
+        if model.rotary_scaling is None or model.rotary_scaling.kind != "yarn":
+            kind = model.rotary_scaling and model.rotary_scaling.kind
+            raise reader.error("rope_type", kind or "default", "need 'yarn'")
+        model.rotary_scaling.query_growth = float(rope.number("llama_4_scaling_beta"))
+        return super().own_model(reader, model)
 
 
 class SmolLM3(Llama):

@@ -13,9 +13,16 @@ from torch import Tensor
 from megafrontier.config import RotaryScalingConfig
 from megafrontier.model.scaling import scaled
 
-Rotary = tuple[Tensor, Tensor]
-"""Cosines fp32 [b or 1, s, rotary_size / 2], and negated sines and sines [b or 1, s, 2,
-rotary_size / 2]."""
+
+class Rotary(NamedTuple):
+    """The tables of rotary positions, fp32."""
+
+    cosines: Tensor
+    """[b or 1, s, rotary_size / 2]."""
+    sines: Tensor
+    """Negated sines, and sines [b or 1, s, 2, rotary_size / 2]."""
+    growth: Tensor | None = None
+    """Factor of queries [b or 1, s, 1, 1]. None: 1."""
 
 
 class AttentionContext(NamedTuple):
@@ -105,7 +112,16 @@ def rotary_tables(
         factor = _attention_factor(scaling)
     angles = positions[..., None].float() * frequencies
     sines = scaled(angles.sin(), factor)
-    return scaled(angles.cos(), factor), torch.stack([-sines, sines], -2)
+    tables = scaled(angles.cos(), factor), torch.stack([-sines, sines], -2)
+    return Rotary(*tables, _growth(positions, scaling))
+
+
+def _growth(positions: Tensor, scaling: RotaryScalingConfig | None) -> Tensor | None:
+    """`Rotary.growth`: as in transformers' Ministral 3, and Llama 4."""
+    if scaling is None or not scaling.query_growth:
+        return None
+    lengths = torch.floor(positions.float() / scaling.original_length)
+    return 1 + scaling.query_growth * lengths.log1p()[..., None, None]
 
 
 def _llama3(frequencies: Tensor, scaling: RotaryScalingConfig, base: float) -> Tensor:
@@ -150,13 +166,19 @@ def _attention_factor(scaling: RotaryScalingConfig) -> float:
     return scaling.attention_factor or 0.1 * log(scaling.factor) + 1
 
 
+def rotate_both(query: Tensor, key: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """`rotate` queries and keys [b, s, heads, head_size]. Queries also grow."""
+    query, key = rotate(query, rotary), rotate(key, rotary)
+    return query if rotary.growth is None else query * rotary.growth.to(query.dtype), key
+
+
 def rotate(heads: Tensor, rotary: Rotary) -> Tensor:
     """Rotate the first dimensions of each head [b, s, heads, head_size] by its position's angles.
 
     Dimension i is paired with i + rotary_size / 2, the convention of GPT-NeoX and of Llama in
     `transformers`. Dimensions from rotary_size on stay. The result has the type of `heads`.
     """
-    cosines, sines = rotary
+    cosines, sines, _ = rotary
     half = cosines.shape[-1]
     # No slices of the two halves: their backward would fill and add tensors of the whole size.
     pairs = heads[..., : 2 * half].unflatten(-1, (2, half))

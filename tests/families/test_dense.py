@@ -22,6 +22,18 @@ GEMMA = SMALL | {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 
 FOREIGN = {
     "Mistral": transformers.MistralConfig(**PLAIN, sliding_window=7),
     "Mistral without a window": transformers.MistralConfig(**PLAIN, sliding_window=None),
+    "Ministral3": transformers.Ministral3Config(
+        **SMALL,
+        head_dim=16,
+        rope_parameters={
+            **YARN,
+            "original_max_position_embeddings": 8,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.4,
+        },
+        pad_token_id=0,
+    ),
     "SmolLM3": transformers.SmolLM3Config(
         **PLAIN, no_rope_layer_interval=2, mlp_bias=True, pad_token_id=0
     ),
@@ -133,6 +145,7 @@ SCALED = FOREIGN | {
     **{name: deepcopy(config) for name, config in test_experts.FOREIGN.items()},
     "MixtralForCausalLM": transformers.MixtralConfig(**test_experts.SMALL, head_dim=8),
 }
+UNSCALED = {"Phi3", "Ministral3", *(name for name in FOREIGN if " " in name)}
 SCALINGS = {
     "linear": {"factor": 8.0},
     "yarn": {"factor": 4.0, "beta_fast": 3.0, "original_max_position_embeddings": 12},
@@ -141,11 +154,11 @@ SCALINGS = {
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
-@pytest.mark.parametrize("name", [name for name in SCALED if " " not in name and name != "Phi3"])
+@pytest.mark.parametrize("name", [name for name in SCALED if name not in UNSCALED])
 def test_each_scaling_that_an_import_takes_has_the_same_logits_both_ways(
     name, kind, tokens, tmp_path
 ):
-    """Phi-3, GPT-NeoX and GPT-2 have none."""
+    """Phi-3, GPT-NeoX and GPT-2 have none, and Ministral 3 always has YaRN."""
     config = deepcopy(SCALED[name])
     rope = config.rope_parameters
     scaled = {"rope_theta": 100.0, "rope_type": kind, **SCALINGS[kind]}
@@ -183,6 +196,11 @@ def test_a_gemma_3_of_transformers_4_is_read_as_well(tmp_path):
             "OlmoHybrid",
             {"layer_types": ["linear_attention"] * 3},
             "layer_types: .*, need linear_attention and full_attention",
+        ),
+        (
+            "Ministral3",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "rope_type: 'linear', need 'yarn'",
         ),
         ("Gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping: 5.0, need None"),
         (

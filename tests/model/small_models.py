@@ -90,11 +90,14 @@ OLMO: dict[str, Any] = {
     "qk_norm": "full",
     "activation": "geglu",
     "bias": False,
-    "rotary_scaling": RotaryScalingConfig(4.0, original_length=8, kind="yarn", truncate=False),
+    "rotary_scaling": RotaryScalingConfig(
+        4.0, original_length=8, kind="yarn", query_growth=0.4, truncate=False
+    ),
     "attention": AttentionConfig(window=5, no_rotary_every=2, sinks=True, out_bias=True),
     "mlp": MLPConfig(bias=True),
 }
-"""Norms after attention and MLP as in OLMo-2, layers without rotary positions, and YaRN."""
+"""Norms after attention and MLP as in OLMo-2, layers without rotary positions, and YaRN with
+queries that grow as in Ministral 3."""
 
 LATENT: dict[str, Any] = SHAPES["llama"] | {
     "attention": AttentionConfig(latent=LatentConfig(None, 12, 4, 6, 8))

@@ -27,6 +27,9 @@ class RotaryScalingConfig:
     divided by `factor`, and the other keys are not used."""
     attention_factor: float | None = bounded(None, above=0)
     """yarn: multiplies rotated queries and keys. Default: 0.1 · ln(factor) + 1."""
+    query_growth: float = bounded(0.0, at_least=0)
+    """yarn: queries at position p are multiplied by 1 + query_growth · ln(1 + floor(p /
+    original_length)) (Ministral 3)."""
     truncate: bool = True
     """yarn: round the numbers of the frequencies at the two bounds outwards. gpt-oss: false."""
 
@@ -44,5 +47,7 @@ def check_rotary_scaling(scaling: RotaryScalingConfig) -> None:
     factor = scaling.attention_factor
     fits = f"need null, or {key}.kind=yarn"
     need(factor is None or scaling.kind == "yarn", f"{key}.attention_factor", factor, fits)
+    fits, growth = f"need 0, or {key}.kind=yarn", scaling.query_growth
+    need(growth == 0 or scaling.kind == "yarn", f"{key}.query_growth", growth, fits)
     fits = f"need true, or {key}.kind=yarn"
     need(scaling.truncate or scaling.kind == "yarn", f"{key}.truncate", False, fits)

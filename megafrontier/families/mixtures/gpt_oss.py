@@ -85,10 +85,8 @@ class GptOss(LlamaExperts):
         }
 
     def rope(self, reader: HFConfigReader) -> Rope:
-        """As Llama's, but transformers scales frequencies if a file does not say how."""
-        keys = ("rope_scaling", "rope_parameters")
-        if all(reader.inner(key) is None for key in keys):
-            raise reader.error(keys[1], None, "need the rotary settings")
+        """As Llama's, but needed."""
+        reader.need_rope()
         return super().rope(reader)
 
     def mixture(self, reader: HFConfigReader, model: ModelConfig, moe: MoEConfig) -> ModelConfig:

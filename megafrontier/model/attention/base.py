@@ -15,7 +15,7 @@ from megafrontier.model.kernels.exchanges import Exchange
 from megafrontier.model.kernels.flash import Heads
 from megafrontier.model.linear import Linear
 from megafrontier.model.norms import make_rms_norm
-from megafrontier.model.positions import AttentionContext, rotate
+from megafrontier.model.positions import AttentionContext, rotate_both
 
 Feature = Literal["documents", "context", "cache", "dropout"]
 
@@ -133,7 +133,7 @@ class HeadAttention(Attention):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if rotary is not None:
-            query, key = rotate(query, rotary), rotate(key, rotary)
+            query, key = rotate_both(query, key, rotary)
         return (query, key, value), parts[3] if len(parts) > 3 else None
 
     def forward(

@@ -12,7 +12,7 @@ from megafrontier.model.init import matrix_std
 from megafrontier.model.kernels.flash import Heads
 from megafrontier.model.linear import Linear
 from megafrontier.model.norms import make_rms_norm
-from megafrontier.model.positions import AttentionContext, rotate
+from megafrontier.model.positions import AttentionContext, rotate_both
 from megafrontier.model.ranks import DividedModule
 from megafrontier.parallel.param_spec import Cut
 
@@ -61,6 +61,6 @@ class LatentAttention(DividedModule, SoftmaxAttention):
         key, value = raised.split([latent.nope_size, latent.value_size], -1)
         shared = shared[:, :, None]
         if rotary is not None:
-            query, shared = rotate(query, rotary), rotate(shared, rotary)
+            query, shared = rotate_both(query, shared, rotary)
         key = torch.cat([shared.expand(-1, -1, key.shape[2], -1), key], -1)
         return (query, key, F.pad(value, (0, self.head_size - self.value_size))), None
