@@ -77,10 +77,14 @@ REFUSED = [
             ("high_frequency", 1, "1.0, need more than model.rotary_scaling.low_frequency (1.0)"),
         )
     ],
-    (
-        ["model.position=rotary", "model.rotary_scaling={attention_factor: 2}"],
-        "attention_factor: 2.0, need null, or model.rotary_scaling.kind=yarn",
-    ),
+    *[
+        (["model.position=rotary", f"model.rotary_scaling={{{name}: {value}}}"], f"{name}: {said}")
+        for name, value, said in (
+            ("attention_factor", 2, "2.0, need null, or model.rotary_scaling.kind=yarn"),
+            ("query_growth", 0.1, "0.1, need 0, or model.rotary_scaling.kind=yarn"),
+            ("truncate", "false", "False, need true, or model.rotary_scaling.kind=yarn"),
+        )
+    ],
     (["model.attention.window=0"], "model.attention.window: 0, need at least 1"),
     (
         ["model.attention.global_every=2"],

@@ -76,9 +76,10 @@ def test_a_dense_checkpoint_becomes_a_mixture_that_computes_the_same(config_file
     )
     with pytest.raises(UserError, match=r"checkpoint.weights_only: False, need true, because"):
         check_own(runs.load(config_file, *start))
-    mixture = runs.run(
-        config_file, 4, *start, "checkpoint.weights_only=true", "partition.strategy=zero3"
-    )
+    start += ("checkpoint.weights_only=true",)
+    with pytest.raises(UserError, match=r"model\.moe\.bias: True, need false, because"):
+        check_own(runs.load(config_file, *start, "model.moe.bias=true"))
+    mixture = runs.run(config_file, 4, *start, "partition.strategy=zero3")
     assert runs.valid_losses(mixture) == pytest.approx(runs.valid_losses(dense), rel=1e-6)
     (path,) = list_checkpoints(tmp_path / "mixture" / "checkpoints")
     assert open_checkpoint(path).tensor("weight", "blocks.1.mlp.router.weight").std() > 0.01
