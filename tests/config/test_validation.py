@@ -111,6 +111,10 @@ REFUSED = [
                 ["model.attention={pattern: [delta], delta: {key_heads: 3, value_heads: 4}}"],
                 "model.attention.delta.value_heads: 4, need a multiple of",
             ),
+            (
+                ["model.attention={pattern: [delta, full, full], delta: {}}", "model.layers=2"],
+                "['delta', 'full', 'full'], need at most model.layers (2) of them",
+            ),
             (["model.attention.latent={value_size: 200}"], "value_size: 200, need at most"),
             (["model.attention.latent={rope_size: 3}"], "rope_size: 3, need an even number"),
             (

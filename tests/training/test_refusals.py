@@ -68,6 +68,11 @@ BAD = [
      "into 8 chunks, which do not divide model.sequence_length (20), need one of 1, 2, 5, 10"),
     (("parallel.tensor=rack",), "parallel.tensor: no level 'rack' on this machine, need a whole"),
     (("parallel.tensor=0",), "parallel.tensor: 0, need at least 1"),
+    (("parallel.tensor=2", "model.attention={pattern: [delta], delta: {key_heads: 3, value_heads: "
+     "3}}"), "parallel.tensor: 2, does not divide model.attention.delta.key_heads (3), need one of "
+     "1"),
+    (("model.attention={pattern: [delta], delta: {}}", "model.dropout=0.1"),
+     "model.dropout: 0.1, need 0 with delta attention"),
     (("parallel.tensor=null",), "parallel.tensor: null, need an integer or text"),
     (("parallel.expert=2",), "parallel.expert: 2, need 1, or a model with experts (model.moe)"),
     (("parallel.pipeline=2", "model.position=rotary", "model.prediction={}"),
