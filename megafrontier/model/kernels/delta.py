@@ -121,8 +121,9 @@ def _decays_between(decay: Tensor) -> tuple[Tensor, Tensor]:
 
 def _in_chunks(part: Tensor, size: int, padding: int) -> Tensor:
     """[b, s, h, ..] -> [b, h, n, c, ..], with zeros at the end, which change no state."""
-    part = F.pad(part, (0, 0) * (part.dim() - 2) + (0, padding))
-    return part.unflatten(1, (-1, size)).movedim(3, 1)
+    if padding:
+        part = F.pad(part, (0, 0) * (part.dim() - 2) + (0, padding))
+    return part.unflatten(1, (-1, size)).movedim(3, 1).contiguous()
 
 
 def composed(maps: Maps) -> Maps:
@@ -151,7 +152,7 @@ def affine_scan(factor: Tensor, summand: Tensor, initial: Tensor) -> Tensor:
     """States [r, n + 1, dk, dv]: `initial` [r, dk, dv], then after each of the maps `factor`
     [r, n, dk, dk] and `summand` [r, n, dk, dv]. For the compiler one operator, because its loop has
     as many steps as there are chunks."""
-    states = summand.new_empty(len(summand), summand.shape[1] + 1, *summand.shape[2:])
+    states = _empty_states(summand)
     states[:, 0] = initial
     for i in range(summand.shape[1]):
         torch.baddbmm(summand[:, i], factor[:, i], states[:, i], out=states[:, i + 1])
@@ -160,7 +161,13 @@ def affine_scan(factor: Tensor, summand: Tensor, initial: Tensor) -> Tensor:
 
 @affine_scan.register_fake
 def _(factor: Tensor, summand: Tensor, initial: Tensor) -> Tensor:
-    return summand.new_empty(len(summand), summand.shape[1] + 1, *summand.shape[2:])
+    return _empty_states(summand)
+
+
+def _empty_states(summand: Tensor) -> Tensor:
+    """[r, n + 1, dk, dv], in memory the states of all rows at a time one after the other."""
+    rows, count, *shape = summand.shape
+    return summand.new_empty(count + 1, rows, *shape).transpose(0, 1)
 
 
 def _keep_scan(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
