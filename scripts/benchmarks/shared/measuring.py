@@ -100,7 +100,7 @@ def cpu_name() -> str:
 
 
 def resident_bytes(field: str = "VmRSS") -> int:
-    """Memory of this process now (VmRSS), or its peak (VmHWM).
+    """Memory of this process now (VmRSS), or its peak (VmHWM); allocated: VmSize and VmPeak.
 
     Not ru_maxrss, which begins at the peak of the process that started this one.
     """
