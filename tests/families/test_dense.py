@@ -11,7 +11,12 @@ from megafrontier.config import AttentionConfig
 from megafrontier.families import FAMILIES
 from megafrontier.families.hf_io import described_model, export_model, import_model
 from tests.families import test_experts
-from tests.families.conftest import assert_same_both_ways, change_config
+from tests.families.conftest import (
+    assert_same_both_ways,
+    assert_same_logits,
+    change_config,
+    loaded,
+)
 from tests.families.test_families import LLAMA3, ROTARY, SMALL_LLAMA
 
 SMALL = SMALL_LLAMA | {"num_hidden_layers": 3, "num_key_value_heads": 2}
@@ -130,6 +135,22 @@ def test_dense_families_have_the_logits_of_transformers_both_ways(name, tokens, 
     assert architecture == own or name == "Mistral without a window"
 
 
+def test_the_text_of_a_mistral_with_images_is_imported(tokens, tmp_path):
+    """As the published files of Ministral 3."""
+    images = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    whole = transformers.Mistral3Config(
+        text_config=deepcopy(FOREIGN["Ministral3"]).to_dict(),
+        vision_config=images | {"model_type": "pixtral", "num_attention_heads": 2},
+        image_token_index=3,
+    )
+    torch.manual_seed(0)
+    theirs = transformers.Mistral3ForConditionalGeneration(whole).eval()
+    for parameter in theirs.model.language_model.parameters():
+        torch.nn.init.normal_(parameter, 0.1, 0.2)
+    theirs.save_pretrained(tmp_path)
+    assert_same_logits(loaded(*import_model(tmp_path)), theirs, tokens)
+
+
 def test_an_olmo_hybrid_is_read_with_the_names_of_transformers_as_well(tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_config(FOREIGN["OlmoHybrid"])
     theirs.save_pretrained(tmp_path / "published")
@@ -231,6 +252,7 @@ def test_no_family_ignores_an_option(make_config, tmp_path):
     """What no family has is refused, and named."""
     llama = {"position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
     for key, value in (
+        ("attention", AttentionConfig(sinks=True)),
         ("attention", AttentionConfig(window=4, global_every=2)),
         ("norm_unit_offset", True),
         ("logit_softcap", 3.0),

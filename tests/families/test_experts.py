@@ -294,6 +294,7 @@ def test_biases_of_routers_come_with_an_import_and_leave_with_an_export(tmp_path
         ({"router": "sigmoid"}, "model.moe.balance: none .* Glm4Moe.*, which needs bias"),
         ({"every": 2}, "model.moe.every: 2 .* needs 1"),
         ({"normalise": False}, "model.moe.normalise: False .* needs True"),
+        ({"bias": True}, "model.activation: swiglu .* GptOss.*, which needs swiglu_clipped"),
         ({"shared_experts": 1}, "model.moe.shared_gate: False .* Qwen2Moe.* needs True"),
     ],
 )

@@ -40,8 +40,8 @@ class ModelConfig:
     """Where attention and MLP are normalized: their input, their output before the residual sum
     (OLMo-2), or both (Gemma 2 and 3)."""
     norm_unit_offset: bool = False
-    """RMS norms, those of queries and keys too, multiply by 1 + weight (Gemma). Weights are
-    initially 0."""
+    """RMS norms, those of queries and keys too, multiply by 1 + weight (Gemma, Qwen3-Next). Weights
+    are initially 0. Not those of the results of delta attention."""
     norm_bias: bool = True
     """Biases of layer norms."""
     activation: Literal["gelu", "gelu_tanh", "swiglu", "swiglu_clipped", "geglu", "geglu_tanh"] = (
