@@ -35,7 +35,7 @@ def batch(step: int, part: int = 0, parts: int = 1) -> torch.Tensor:
 
 
 def main(out: str, model: str | None, machine: str) -> None:
-    mesh = megafrontier.init_mesh(machine)
+    mesh = megafrontier.init_mesh(machine, exit_on_error=True)
     net = megafrontier.shard(build(model), mesh, blocks="model.layers.*")
     optimizer = megafrontier.AdamW(net, lr=1e-3, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)

@@ -35,7 +35,7 @@ def batch(step: int, part: int = 0, parts: int = 1) -> torch.Tensor:
 
 
 def main(out: str, machine: str) -> None:
-    mesh = megafrontier.init_mesh(machine)
+    mesh = megafrontier.init_mesh(machine, exit_on_error=True)
     torch.manual_seed(0)  # the same first values on every rank
     model = megafrontier.shard(Net(), mesh, blocks="blocks.*")
     optimizer = megafrontier.AdamW(model, lr=3e-3)

@@ -1,4 +1,4 @@
-"""From a script's process to one rank of a mesh, and how its errors end it."""
+"""From a script's process to one rank of a mesh, and how it ends."""
 
 import atexit
 import os
@@ -31,17 +31,26 @@ class _Joined(NamedTuple):
 _joined: _Joined | None = None
 
 
-def init_mesh(machine: str | Mapping[str, Any] = "laptop", **splits: int | str) -> Mesh:
+def init_mesh(
+    machine: str | Mapping[str, Any] = "laptop",
+    *,
+    exit_on_error: bool = False,
+    **splits: int | str,
+) -> Mesh:
     """Join the ranks that Slurm, torchrun or another launcher has started, and make a mesh of them.
     A process without a launcher is the only rank.
 
     machine: the name of a machine file (`frontier`), its path, or its content
         (`{"levels": {"node": {"size": 8}, "world": {}}}`): the levels, fastest link first.
+    exit_on_error: for a script that is nothing but a rank: replace `sys.excepthook`, so that from
+        now on a UserError ends the process with one line and exit code 2, and any other uncaught
+        exception ends it at once, without Python's cleanup. By default no hook and no signal
+        handler is touched (but torch itself puts `[rank0]: ` before tracebacks), and exceptions
+        are the caller's.
     splits: `tensor`, `context`, `expert`, `pipeline`: a number of ranks or a level's name.
 
     The mesh has `rank`, `device`, `levels`, and `data_rank` of `data_size`, which tell a rank its
-    part of each batch. The ranks are left at the end of the process. From now on, a UserError ends
-    the script with one line and exit code 2, and an exception on one rank ends it at once.
+    part of each batch. The ranks are left at the end of the process, by `atexit`.
 
     Raises UserError for an unknown machine, levels that do not hold the ranks or cut through a
     host, and splits that do not fit; and on a second call with other arguments.
@@ -59,7 +68,8 @@ def init_mesh(machine: str | Mapping[str, Any] = "laptop", **splits: int | str) 
     try:
         mesh = leave.enter_context(_join(identity, machine, splits))
     finally:  # also if that failed; not before, because torch wraps the hook when it joins
-        _end_script_on_error(identity)
+        if exit_on_error:
+            _end_script_on_error(identity)
     _joined = _Joined(os.getpid(), arguments, mesh, leave)
     atexit.register(leave_mesh)
     return mesh
@@ -85,17 +95,23 @@ def _join(
 
 
 def leave_mesh() -> None:
-    """Leave the ranks in order. Called at the end of the process; all ranks must come to it."""
+    """Leave the ranks in order. Called at the end of the process; all ranks must come to it, unless
+    an uncaught exception has ended this one: then the others may not be there."""
     global _joined
     joined, _joined = _joined, None
-    if joined is not None and joined.process == os.getpid():
+    if joined is None or joined.process != os.getpid():
+        return
+    error = getattr(sys, "last_value", None)  # set by the interpreter, at a prompt too
+    if error is None or hasattr(sys, "ps1"):
         joined.leave.close()
+    else:
+        joined.leave.__exit__(type(error), error, error.__traceback__)
 
 
 def _end_script_on_error(identity: Identity) -> None:
     """End this process at once after an uncaught exception, with the exit code of a FatalError.
 
-    Python would first wait for the ranks to leave each other, and the other ranks are not there.
+    On accelerators, Python would first wait until the rank's groups have been given up.
     """
     if hasattr(sys, "ps1"):  # at a prompt, an error does not end the process
         return

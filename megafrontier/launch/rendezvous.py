@@ -96,6 +96,8 @@ def join(
     timeout = timedelta(seconds=timeouts.collective)
     liveness.store.set_timeout(timeout)
     on_met(liveness)
+    if device.type != "cuda":
+        _wait_for_gloo_at_exit()
     try:
         mesh = _connect(liveness, shape, device, timeout)
         fault_point("check hosts")
@@ -114,7 +116,6 @@ def join(
         call_with_timeout(GIVE_UP_GROUPS, dist.destroy_process_group)
     else:
         dist.destroy_process_group()
-        _wait_for_gloo_at_exit()
 
 
 def _order_launches() -> None:
@@ -131,7 +132,8 @@ def _order_launches() -> None:
 @cache
 def _wait_for_gloo_at_exit() -> None:
     """Delay the end of the interpreter a little. gloo's threads release tensors a moment after a
-    collective, and abort the process if the interpreter is gone by then."""
+    collective, and abort the process if the interpreter is gone by then. Called before the ranks
+    connect, because what is registered first runs last: after a script's `leave_mesh`."""
     atexit.register(time.sleep, 0.1)
 
 
