@@ -20,6 +20,7 @@ from megafrontier.common.errors import (
     INTERRUPTED,
     FatalError,
     UserError,
+    as_missing_package,
     print_error,
     redirect_to_devnull,
 )
@@ -34,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FatalError as error:
         print_error(f"megafrontier: {error}")
         return error.code
+    except ModuleNotFoundError as error:
+        missing = as_missing_package(error)
+        print_error(f"megafrontier: {missing}")
+        return missing.code
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

@@ -1,6 +1,7 @@
 """Links of the documentation lead somewhere, and its site can be built."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,13 @@ def test_links_between_pages_lead_to_files_and_headings(page):
         target = page.parent / name if name else page
         assert target.exists(), link
         assert not anchor or anchor in set(anchors(target)), link
+
+
+def test_the_citation_names_the_version_and_license_of_the_package():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for key in ("version", "license", "title"):
+        assert cited[key] == project["name" if key == "title" else key]
 
 
 def test_the_site_has_all_pages_of_docs():

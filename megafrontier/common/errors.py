@@ -81,6 +81,21 @@ class UserError(FatalError):
         super().__init__(" ".join(message.split()))
 
 
+TRAIN_PACKAGES = frozenset(
+    {"transformers", "datasets", "tokenizers", "sentencepiece", "pyarrow", "zstandard"}
+)
+"""What the extra `train` installs and commands import when they need it."""
+
+
+def as_missing_package(error: ModuleNotFoundError) -> UserError:
+    """The line for a package of the extra `train` that is not installed. Raises `error` itself for
+    any other module, because that is a bug."""
+    package = (error.name or "").partition(".")[0]
+    if package not in TRAIN_PACKAGES:
+        raise error
+    return UserError(f"{package}: not installed, need pip install 'megafrontier[train]'")
+
+
 def need(condition: bool, key: str, value: object, fits: str) -> None:
     """Raise UserError `key: value, fits` unless the condition holds."""
     if not condition:

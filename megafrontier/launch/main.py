@@ -22,6 +22,7 @@ from megafrontier.common.errors import (
     UserError,
     as_fatal_error,
     as_fatal_os_error,
+    as_missing_package,
 )
 from megafrontier.config import Config, TrainConfig, load_machine, save_config
 from megafrontier.launch import survivors
@@ -210,8 +211,15 @@ def _call_or_refuse(call: Callable[[], T], identity: Identity | None, hang_secon
     RanksRefused. `identity`: None in the parent of local ranks."""
     try:
         return call()
-    except (UserError, StorageFailed, OSError) as error:
-        problem = as_fatal_os_error(error) if isinstance(error, OSError) else error
+    except (UserError, StorageFailed, OSError, ModuleNotFoundError) as error:
+        problem: FatalError
+        match error:
+            case OSError():
+                problem = as_fatal_os_error(error)
+            case ModuleNotFoundError():
+                problem = as_missing_package(error)
+            case _:
+                problem = error
         if identity is None or identity.world_size == 1:
             raise problem from error
         refuse(identity, problem, Timeouts.of(identity.world_size, hang_seconds))

@@ -1,9 +1,14 @@
 """What the library's surface refuses is one line with the reason, and a script's ranks end well."""
 
+import ast
 import copy
+import faulthandler
 import os
+import signal
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,6 +166,33 @@ def test_importing_the_package_does_not_import_torch():
     assert {"init_mesh", "shard", "AdamW"} <= set(dir(megafrontier))
 
 
+def test_joining_a_mesh_leaves_the_hooks_of_the_process_alone_unless_asked():
+    def hooks():
+        handlers = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
+        named = sys.excepthook, sys.unraisablehook, threading.excepthook
+        return [*named, faulthandler.is_enabled(), *handlers]
+
+    def body(_mesh):
+        leave_mesh()
+        before = hooks()
+        megafrontier.init_mesh(machine(1))
+        is_alone = hooks() == before
+        leave_mesh()
+        megafrontier.init_mesh(machine(1), exit_on_error=True)
+        return is_alone, hooks()[1:] == before[1:], sys.excepthook is before[0]
+
+    assert run_script((1,), body) == [(True, True, False)]
+
+
+def test_type_checkers_see_the_names_that_the_package_has():
+    source = ast.parse(Path(megafrontier.__file__).read_text())
+    (block,) = (node for node in source.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {name.asname: node.module for node in imports for name in node.names}
+    homes = {name: f"megafrontier.api.{home}" for name, home in megafrontier._HOMES.items()}
+    assert seen == homes
+
+
 def test_a_process_has_one_mesh_whose_levels_hold_the_ranks():
     def body(_mesh):
         assert megafrontier.init_mesh(machine(1)) is _mesh
@@ -177,7 +209,7 @@ def test_a_process_has_one_mesh_whose_levels_hold_the_ranks():
 
 SCRIPT = """
 import sys, torch, megafrontier
-mesh = megafrontier.init_mesh({"levels": {"world": {"size": 2}}})
+mesh = megafrontier.init_mesh({"levels": {"world": {"size": 2}}}, exit_on_error=EXIT)
 model = megafrontier.shard(torch.nn.Linear(4, 4), mesh,
                            initial=lambda spec, start, stop: torch.ones(stop - start))
 optimizer = megafrontier.AdamW(model)
@@ -191,12 +223,16 @@ print("end", mesh.rank)
 
 
 @pytest.mark.parametrize(
-    ("what", "code", "lines"),
-    [("all well", 0, ["end 0", "end 1"]), ("bug", 1, ["ValueError: a bug of rank 1"])],
+    ("what", "exits", "code", "lines"),
+    [
+        ("all well", False, 0, ["end 0", "end 1"]),
+        ("bug", False, 1, ["ValueError: a bug of rank 1"]),
+        ("bug", True, 1, ["ValueError: a bug of rank 1"]),
+    ],
 )
-def test_a_scripts_ranks_end_soon_and_with_the_right_code(tmp_path, what, code, lines):
+def test_a_scripts_ranks_end_soon_and_with_the_right_code(tmp_path, what, exits, code, lines):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT.replace("EXIT", str(exits)))
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     started = [
         subprocess.Popen(

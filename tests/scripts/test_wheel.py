@@ -25,7 +25,7 @@ def wheel(tmp_path_factory):
     for name in ("megafrontier", "configs", "slurm"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = [
         sys.executable,
@@ -49,7 +49,8 @@ def test_a_wheel_has_all_modules_configs_machines_and_slurm_files(wheel):
         files = [p for p in (ROOT / folder).rglob("*") if p.is_file() and p.suffix != ".pyc"]
         assert {str(path.relative_to(ROOT)) for path in files} <= shared
     modules = {str(p.relative_to(ROOT)) for p in (ROOT / "megafrontier").rglob("*.py")}
-    assert modules <= set(names)
+    assert modules | {"megafrontier/py.typed"} <= set(names)
+    assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
 
 
 def test_an_installed_wheel_finds_its_files_from_any_folder(wheel, tmp_path):
