@@ -37,6 +37,20 @@ def test_the_citation_names_the_version_and_license_of_the_package():
         assert cited[key] == project["name" if key == "title" else key]
 
 
+def test_keys_that_answer_to_megatrons_arguments_exist():
+    reference = (ROOT / "docs" / "configuration.md").read_text()
+    keys = set(re.findall(r"^\| `([\w.\[\]]+)` \|", reference, re.MULTILINE))
+    page = (ROOT / "docs" / "from-megatron.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    arguments = {name for row in rows for name in re.findall(r"`(--[\w-]+)`", row[0])}
+    assert len(arguments) >= 60
+    sections = "|".join({key.partition(".")[0] for key in keys if "." in key})
+    named = re.compile(rf"`((?:{sections})\.[\w.]+)[`=]")
+    found = {key for row in rows for cell in row[1:] for key in named.findall(cell)}
+    assert len(found) >= 60
+    assert found <= keys
+
+
 def test_the_site_has_all_pages_of_docs():
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     found = set(re.findall(r"'([\w/-]+\.md)'", str(site["nav"])))
