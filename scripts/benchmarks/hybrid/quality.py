@@ -1,7 +1,8 @@
 """A hybrid of gated delta and softmax attention (3 : 1) beside softmax attention alone, as large in
 parameters: the loss on text, and how often the value of a key far back is recalled.
 
-    python -m scripts.benchmarks.hybrid.quality [--steps 700] [--seeds 1 2] [--jobs 2]
+    python -m scripts.benchmarks.hybrid.quality [--tasks text recall] [--steps 700]
+        [--seeds 1 2] [--noise 32] [--jobs 2]
 
 Text: Python's own library as bytes, every 20th file for validation. Recall: a row has pairs of a
 key and a value, noise, and then the keys again in another order, each before its value, which is
@@ -9,7 +10,7 @@ the target. Both models see the same batches. Each training is one process with 
 """
 
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
@@ -81,33 +82,32 @@ def library() -> dict[str, Tensor]:
     }
 
 
-def recall_rows(part: str, generator: torch.Generator, rows: int) -> Batch:
-    """Pairs, noise, and then the keys with their values in another order."""
+def recall_rows(count: int, part: str, generator: torch.Generator, rows: int) -> Batch:
+    """Pairs, `count` tokens of noise, and then the keys with their values in another order."""
 
-    def shuffled(count: int) -> Tensor:
-        return torch.rand(rows, count, generator=generator).argsort(1)
+    def shuffled(number: int) -> Tensor:
+        return torch.rand(rows, number, generator=generator).argsort(1)
 
     keys = shuffled(KEYS)[:, :PAIRS]
     values = KEYS + torch.randint(KEYS, (rows, PAIRS), generator=generator)
     pairs = torch.stack([keys, values], -1)
     asked = pairs.gather(1, shuffled(PAIRS)[..., None].expand(-1, -1, 2))
-    noise = torch.randint(2 * KEYS, 256, (rows, LENGTH - 4 * PAIRS), generator=generator)
+    noise = torch.randint(2 * KEYS, 256, (rows, count), generator=generator)
     tokens = torch.cat([pairs.flatten(1), noise, asked.flatten(1)], 1)
     targets = torch.full_like(tokens, IGNORE_INDEX)
     targets[:, -2 * PAIRS :: 2] = asked[..., 1]
     return tokens, targets
 
 
-TASKS: dict[str, Callable[[str, torch.Generator, int], Batch]] = {
-    "text": text_rows,
-    "recall": recall_rows,
-}
+TASKS = ("text", "recall")
 
 
-def train(task: str, attention: str, seed: int, steps: int) -> Result:
-    """Train a model, and evaluate it on rows of the validation."""
+def train(steps: int, noise: int, run: tuple[str, str, int]) -> Result:
+    """Train the model of (task, attention, seed), and evaluate it on rows of the validation."""
     torch.set_num_threads(1)
-    config, rows = MODELS[attention], TASKS[task]
+    task, attention, seed = run
+    rows = text_rows if task == "text" else partial(recall_rows, noise)
+    config = MODELS[attention]
     model = GPT(config)
     initialise(model, seed)
     optimizer = make_adamw(model, OptimizerConfig(lr=RATE))
@@ -132,9 +132,9 @@ def evaluate(model: GPT, tokens: Tensor, targets: Tensor) -> Result:
     return Result(loss, (logits.argmax(-1) == expected).float().mean().item())
 
 
-def lines(found: dict[tuple[str, str, int], Result], seeds: list[int]) -> Iterator[list[str]]:
+def lines(found: dict[tuple[str, str, int], Result]) -> Iterator[list[str]]:
     """Of each task and seed: both losses, how much the hybrid's is above, and both shares."""
-    for task, seed in product(TASKS, seeds):
+    for task, seed in dict.fromkeys((task, seed) for task, _, seed in found):
         softmax, hybrid = (found[task, name, seed] for name in MODELS)
         yield [
             f"{task}, seed {seed}",
@@ -149,24 +149,26 @@ def lines(found: dict[tuple[str, str, int], Result], seeds: list[int]) -> Iterat
 def main() -> None:
     """Train all models, and print a table."""
     parser = make_parser(__doc__, "quality")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--steps", type=at_least(WARMUP + 1), default=700)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    most = LENGTH - 4 * PAIRS
+    parser.add_argument(
+        "--noise", type=int, choices=range(most + 1), metavar=f"0..{most}", default=32
+    )
     parser.add_argument("--jobs", type=at_least(1), default=2)
     options = parser.parse_args()
-    runs = [*product(TASKS, MODELS, options.seeds)]
+    runs = [*product(options.tasks, MODELS, options.seeds)]
+    work = partial(train, options.steps, options.noise)
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         found = {}
-        for run, result in zip(runs, pool.map(partial(_run, options.steps), runs), strict=True):
+        for run, result in zip(runs, pool.map(work, runs), strict=True):
             found[run] = result
             print(*run, *(f"{name} {value:.4f}" for name, value in result._asdict().items()))
     counts = ", ".join(f"{name} {parameter_count(of):,}" for name, of in MODELS.items())
     print(f"\nparameters: {counts}; {listed(describe_cpu())}\n")
     head = ["", "softmax", "hybrid", "difference", "right: softmax", "hybrid"]
-    print(markdown(head, lines(found, options.seeds)))
-
-
-def _run(steps: int, run: tuple[str, str, int]) -> Result:
-    return train(*run, steps)
+    print(markdown(head, lines(found)))
 
 
 if __name__ == "__main__":
