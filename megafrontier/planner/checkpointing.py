@@ -195,7 +195,7 @@ def _measure(config: Config, plan: RunPlan) -> BlockCosts:
 
 def _saved(config: Config, ranks: int) -> Saved:
     """What each block and the rest need, from two shallow models."""
-    fewer, more = shallow_layers(config.model)
+    fewer, more = shallow_layers(config)
     low, high = (_activation_gib(config, layers, ranks) for layers in (fewer, more))
     block = (high - low) / (more - fewer)
     others = config.model.trained_layers - config.model.layers

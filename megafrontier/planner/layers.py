@@ -4,24 +4,26 @@ from dataclasses import replace
 from math import lcm
 from typing import Any
 
-from megafrontier.config import Config, ModelConfig
+from megafrontier.config import Config
 from megafrontier.plan.resolve import RunPlan, resolve_plan
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.rates import Rates
 from megafrontier.planner.simulation.simulate import MICRO_BATCHES, simulate
 from megafrontier.planner.sites import add_sites
 
-SHALLOW = 4, 5
-"""Blocks of the two models: more than are prefetched and published ahead. If blocks differ in a
-period, the next multiples of it."""
+FEWEST = 4
+"""Blocks of the smaller model at least: more than are prefetched and published ahead."""
 
 
-def shallow_layers(model: ModelConfig) -> tuple[int, int]:
-    """Blocks of the two models, with as many more of each kind as the whole model has."""
-    moe = model.moe
-    period = lcm(model.attention.period, moe.every if moe else 1)
-    fewer = -(-SHALLOW[0] // period) * period + (moe.first if moe else 0)
-    return fewer, fewer + max(period, SHALLOW[1] - SHALLOW[0])
+def shallow_layers(config: Config) -> tuple[int, int]:
+    """Blocks of the two models. They differ from each other and from the whole model by whole
+    periods, in which blocks of each kind and the buffers of unsharded units come once around."""
+    model, partition = config.model, config.partition
+    buffers = 1 if partition.overlap == "none" else partition.prefetch + 1
+    period = lcm(model.attention.period, model.moe.every if model.moe else 1, buffers)
+    least = FEWEST + (model.moe.first if model.moe else 0)
+    fewer = least + (model.layers - least) % period
+    return fewer, fewer + period
 
 
 def simulate_blocks(config: Config, plan: RunPlan, rates: Rates | None = None) -> Simulated:
@@ -33,7 +35,7 @@ def simulate_blocks(config: Config, plan: RunPlan, rates: Rates | None = None) -
     Raises UserError as `simulate`.
     """
     layers = config.model.layers
-    counts = shallow_layers(config.model)
+    counts = shallow_layers(config)
     differ = len(set(config.checkpointing)) > 1
     if plan.division.ranks > 1:
         step = simulate(config, plan, rates, micro_batches=MICRO_BATCHES)

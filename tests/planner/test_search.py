@@ -27,7 +27,7 @@ from megafrontier.planner import auto
 from megafrontier.planner.auto import choose_layout
 from megafrontier.planner.candidates import Free, LayoutKind, candidates
 from megafrontier.planner.command import plan_command
-from megafrontier.planner.layers import SHALLOW, simulate_blocks
+from megafrontier.planner.layers import shallow_layers, simulate_blocks
 from megafrontier.planner.search import ERROR, CandidateLayout, ranked, search
 from megafrontier.planner.simulation.rank import Simulated
 from megafrontier.planner.simulation.simulate import simulate
@@ -170,11 +170,20 @@ def test_overrides_of_a_plan_give_its_step(config_file: Path, plans: dict[str, A
     assert step.gib == pytest.approx(plan["gib"])
 
 
-@pytest.mark.parametrize("attention", [AttentionConfig(), AttentionConfig(8, global_every=3)])
-def test_a_deep_model_is_predicted_from_two_shallow_ones(attention: AttentionConfig) -> None:
+@pytest.mark.parametrize(
+    "layers, changes",
+    [
+        (16, {"attention": AttentionConfig(8, global_every=3)}),
+        # Embedding and head are longer than a block: they have the same buffer, or two.
+        (12, {"vocab_size": 800}),
+        (13, {"vocab_size": 800}),
+    ],
+)
+def test_a_deep_model_is_predicted_from_two_shallow_ones(
+    layers: int, changes: dict[str, Any]
+) -> None:
     deep = config_of({"partition.strategy": "topo", "partition.overlap": "safe"})
-    layers = 12 if attention.window else 9
-    deep = replace(deep, model=replace(deep.model, layers=layers, attention=attention))
+    deep = replace(deep, model=replace(deep.model, layers=layers, **changes))
     whole = simulate(deep, resolve_plan(deep, 4))
     found = simulate_blocks(deep, resolve_plan(deep, 4))
     assert found.seconds == pytest.approx(whole.seconds, rel=1e-3)
@@ -188,7 +197,7 @@ def test_the_peak_of_a_deep_model_may_lie_elsewhere_than_that_of_shallow_ones() 
     config = config_of(changes)
     config = replace(config, model=replace(config.model, vocab_size=800))
     gradients = []
-    for layers in (SHALLOW[-1], 18):
+    for layers in (shallow_layers(config)[-1], 18):
         deep = replace(config, model=replace(config.model, layers=layers))
         whole = simulate(deep, resolve_plan(deep, 4))
         gradients.append(whole.memory["gradients"])
