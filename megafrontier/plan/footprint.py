@@ -99,11 +99,12 @@ def state_gib(
     return max(_state_gib(config, plan, own, in_first_forward) for own in units)
 
 
-def held_gib(
-    config: Config, plan: RunPlan, units: Sequence[UnitSize], in_first_forward: bool = False
-) -> float:
-    """GiB of state and buffers of a rank with these units, by formula, as `state_gib`."""
-    return _state_gib(config, plan, units, in_first_forward) + _buffer_gib(config, plan, units)
+def held_gib(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -> tuple[float, float]:
+    """GiB of state and buffers of a rank with these units, by formula, as `state_gib`: of a whole
+    step, and of its first forward."""
+    buffers = _buffer_gib(config, plan, units)
+    whole, first = (_state_gib(config, plan, units, is_first) for is_first in (False, True))
+    return whole + buffers, first + buffers
 
 
 def _state_gib(
@@ -357,6 +358,8 @@ class _MessageBuffers:
 
     def _passed_on(self, numels: Sequence[int]) -> int:
         """For each size of unit, as many buffers as units of that size are published at a time."""
+        if not self._delta_levels[1:]:
+            return 0
         window = {"none": 1, "safe": self.prefetch + 1, "full": 2 * self.prefetch + 2}[self.policy]
         most: Counter[int] = Counter()
         for first in range(len(numels)):

@@ -19,18 +19,23 @@ from megafrontier.common.errors import UserError
 from megafrontier.config import Config, ExpertsPartitionConfig, ParallelConfig, WiresConfig
 from megafrontier.data.sampling.batches import BatchSizes
 from megafrontier.model.flops import flops_per_token
-from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK, Mode, Modes, modes_of
+from megafrontier.model.recompute.checkpointing import Mode, Modes
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.parallel.mesh import MeshShape, Splits
 from megafrontier.partition.placement import STATES, Placement, node_depth
 from megafrontier.pipeline.balance import block_flops, head_flops
+from megafrontier.pipeline.schedule import find_schedule
 from megafrontier.plan.footprint import GIB, UnitSize, held_gib, unit_sizes
 from megafrontier.plan.reserve import usable_gib
 from megafrontier.plan.resolve import RunPlan, resolve_plan
 from megafrontier.planner.checkpointing import cheapest, memory_budget, operations
-from megafrontier.planner.estimate import UnitGroup, sent_bytes, sent_messages
+from megafrontier.planner.estimate import (
+    UnitGroup,
+    backward_bytes,
+    sent_bytes,
+    sent_messages,
+)
 from megafrontier.planner.simulation.rates import Rates
-from megafrontier.splits.token_dispatch import PEAK
 
 Auto = Literal["auto"]
 Preset = Literal["exact", "zero++", "low"]
@@ -40,9 +45,6 @@ SCHEDULES = (("1f1b", 1), ("zero_bubble", 1), ("zero_bubble", 2), ("interleaved"
 """Of a pipeline, with the stages of a rank, simplest first."""
 LEAST_TOKENS = 2048
 """Of a sequence on each context rank: shorter sequences are tried with tensor parallelism alone."""
-SAVED_BYTES = {"none": 34.0, "selective": 20.0, "block": 2.0, "offload": 0.0}
-"""For backward by checkpointing mode, for each token, block and hidden element, in 16 bits without
-the attention matrix (Korthikanti et al. 2022, arXiv:2205.05198), for the estimate."""
 _NOWHERE = dict.fromkeys(("strategy", "weights", "backward_weights", "gradients", "optimizer"))
 _BEHIND = 1.15
 """Splits are left out whose bound is behind the best estimates by this factor."""
@@ -122,7 +124,9 @@ def candidates(config: Config, ranks: int, free: Free) -> list[Candidate]:
     levels = Levels.resolve(config.machine.levels, ranks)
     found: list[Candidate] = []
     seen: set[object] = set()
-    divided = [_Division(config, parallel, levels) for parallel in _splits(config, levels, free)]
+    seconds = flops_per_token(config.model) / Rates.of(config.machine).device.matrix_flops
+    splits = _splits(config, levels, free)
+    divided = [_Division(config, parallel, levels, seconds) for parallel in splits]
     for division in sorted(divided, key=lambda each: each.bound):
         best = sorted(each.seconds for each in found)[:_KEPT]
         limit = _BEHIND * best[-1] if len(best) == _KEPT else inf
@@ -136,16 +140,17 @@ def candidates(config: Config, ranks: int, free: Free) -> list[Candidate]:
 def _members(
     by_wires: "Sequence[Callable[[], _Family]]", memory: bool, limit: float, seen: set[object]
 ) -> list[Candidate]:
-    """The layouts of a placement. Other wires are tried if messages take time beside computing."""
+    """The layouts of a placement. Other wires, which need no less memory, are tried if some with
+    the first ones fit and messages take time beside computing."""
     found: list[Candidate] = []
     for make in by_wires:
-        if found and all(each.seconds < _LINKS * each.computing for each in found):
-            break
         with suppress(UserError):
             family = make()
             if family.key not in seen:
                 seen.add(family.key)
                 found += family.members(memory, limit)
+        if all(each.seconds < _LINKS * each.computing for each in found):
+            break
     return found
 
 
@@ -229,19 +234,21 @@ def _splits(config: Config, levels: Levels, free: Free) -> Iterator[ParallelConf
 class _Division:
     """How the work is divided, and the fastest step that it allows."""
 
-    def __init__(self, config: Config, parallel: ParallelConfig, levels: Levels) -> None:
-        self._config, self._parallel, self._levels = config, parallel, levels
+    def __init__(
+        self, config: Config, parallel: ParallelConfig, levels: Levels, seconds: float
+    ) -> None:
+        """`seconds`: that one device computes for a token."""
+        self._config, self._parallel = config, parallel
         self.shape = MeshShape(levels, Splits.resolve(levels, asdict(parallel)))
         train, data = config.train, self.shape.over(("data",)).ranks
         number = max(1, train.global_batch // data)
-        flops = flops_per_token(config.model) * train.global_batch * config.model.sequence_length
-        rates = Rates.of(config.machine)
-        seconds = flops / levels.ranks / rates.device.matrix_flops
         pipeline = self.shape.splits.pipeline
         idle = min(_Pipeline(name, pipeline, v, number).bubble for name, v in SCHEDULES)
         split = sum(size > 1 for size in asdict(self.shape.splits).values())
-        self._uneven = _uneven(config, pipeline) * _SPLIT_COST**split
-        self.bound = seconds * (1 + idle) * self._uneven
+        seconds *= _uneven(config, pipeline) * _SPLIT_COST**split
+        self._seconds = seconds / pipeline
+        tokens = train.global_batch * config.model.sequence_length
+        self.bound = seconds * tokens / levels.ranks * (1 + idle)
 
     def families(self, free: Free, ranks: int) -> "Iterator[list[Callable[[], _Family]]]":
         """The layouts with these splits: for each placement those by wires, exact ones first."""
@@ -260,7 +267,7 @@ class _Division:
                 placed, more = _changed(changed, place, preset)
                 placed, last = _with_experts(placed, expert)
                 given = placed, (*overrides, *more, *last)
-                makes.append(partial(_Family, *given, ranks, free.pipeline, self._uneven))
+                makes.append(partial(_Family, *given, ranks, free.pipeline, self._seconds))
             yield makes
 
 
@@ -306,9 +313,10 @@ class _Family:
         overrides: tuple[str, ...],
         ranks: int,
         has_schedules: bool,
-        uneven: float,
+        seconds: float,
     ) -> None:
-        """Raises UserError for a layout that cannot be."""
+        """`seconds`: that a rank computes for a token. Raises UserError for a layout that cannot
+        be."""
         self._config, self._overrides, self._has_schedules = config, overrides, has_schedules
         least = replace(config.train, micro_batch=1, activation_checkpointing="offload")
         parallel, layers = config.parallel, config.model.layers
@@ -324,13 +332,12 @@ class _Family:
         units = _units_of_rank(unit_sizes(config, _of_model(plan)), layers, self._pipeline)
         self._free = [float("inf")] * 2
         if memory is not None:
-            held = [held_gib(config, plan, units, is_first) for is_first in (False, True)]
+            held = held_gib(config, plan, units)
             self._free = [(memory - gib) * GIB for gib in held]
         self._units = by_levels(plan, units)
         self._blocks = len({unit.block for unit in units})
         self._states = _states(plan, self._units)
-        flops = flops_per_token(config.model) / self._pipeline * uneven
-        self._computing = flops / self._rates.device.matrix_flops
+        self._computing = seconds
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -363,13 +370,15 @@ class _Family:
             tokens = micro_batch * model.sequence_length / parts
             number = train.global_batch // (micro_batch * data_size)
             pipeline = _Pipeline(schedule, self._pipeline, stages, number)
-            held, free = tokens * pipeline.in_flight / self._pipeline, self._free[number == 1]
-            modes = self._modes(mode, held, free)
+            free = self._free[number == 1]
+            room = partial(self._saves_within, free, tokens, pipeline)
+            modes = self._modes(mode, room)
             computing = (
                 self._computing * number * tokens * operations(modes) * (1 + pipeline.bubble)
             )
-            if computing <= limit and self._saved_bytes(modes, held) <= free:
-                chosen = replace(train, micro_batch=micro_batch, activation_checkpointing=modes)
+            if computing <= limit and room(modes):
+                every = _spread(modes, model.trained_layers)
+                chosen = replace(train, micro_batch=micro_batch, activation_checkpointing=every)
                 links = self._link_seconds(replace(self._config, train=chosen), number)
                 seconds = max(computing, *links) + 0.1 * sum(links)
                 yield _Estimate(seconds, computing, micro_batch, mode, schedule, stages)
@@ -405,34 +414,21 @@ class _Family:
         train = replace(config.train, **cast(Any, memory))
         return replace(config, parallel=parallel, train=train), tuple(overrides)
 
-    def _modes(self, given: Auto | Modes, tokens: float, free: float) -> list[Mode]:
-        """The modes of blocks; with `auto` an estimate, in eighths of the blocks."""
-        blocks = self._config.model.trained_layers
-        if given != "auto":
-            return modes_of(given, blocks)
-        parts = cheapest(8, lambda modes: self._saved_bytes(modes, tokens) <= free)
-        return [parts[8 * block // blocks] for block in range(blocks)]
+    def _modes(self, given: Auto | Modes, fits: Callable[[Sequence[Mode]], bool]) -> Sequence[Mode]:
+        """The modes of equal parts of the blocks."""
+        if given == "auto":
+            return cheapest(8, fits)
+        return given if isinstance(given, list) else [given]
 
-    def _saved_bytes(self, modes: Sequence[Mode], tokens: float) -> float:
-        """For the backward of a micro-batch of so many tokens on this rank. `modes`: of equal parts
-        of the blocks."""
-        model = self._config.model
-        mean = sum(SAVED_BYTES[mode] for mode in modes) / len(modes)
-        return tokens * (mean * model.hidden * model.layers + self._expert_bytes(modes))
-
-    def _expert_bytes(self, modes: Sequence[Mode]) -> float:
-        """What experts save for the backward of a token, in 16 bits, if tokens come to this rank
-        that need the most."""
-        model, moe = self._config.model, self._config.model.moe
-        if moe is None:
-            return 0.0
-        ranks = self._plan.shape.splits.expert
-        there = min(moe.active, moe.experts // ranks)
-        most = min(PEAK, ranks * there / moe.active)
-        kept = sum(mode not in RECOMPUTES_BLOCK for mode in modes)
-        blocks = max(1, moe.blocks(model.layers) * kept / len(modes))
-        width = moe.ffn_hidden or model.mlp_hidden
-        return 2 * most * moe.active * (2 * model.hidden + 3 * width) * blocks
+    def _saves_within(
+        self, free: float, tokens: float, pipeline: _Pipeline, modes: Sequence[Mode]
+    ) -> bool:
+        """Whether backward needs at most `free` bytes, with micro-batches of so many tokens on this
+        rank. `modes`: of equal parts of the blocks."""
+        model, expert = self._config.model, self._plan.shape.splits.expert
+        blocks, in_flight = model.layers / pipeline.ranks, pipeline.in_flight
+        splits = find_schedule(pipeline.schedule).splits_backward and pipeline.ranks > 1
+        return backward_bytes(model, modes, blocks, tokens, in_flight, expert, splits) <= free
 
 
 class _Estimate(NamedTuple):
@@ -460,6 +456,11 @@ def _units_of_rank(units: Sequence[UnitSize], layers: int, ranks: int) -> Sequen
         *[unit for unit in ends if unit.numel == largest][:1],
         *(unit for unit in units if unit.block in blocks),
     ]
+
+
+def _spread(modes: Sequence[Mode], blocks: int) -> list[Mode]:
+    """The mode of each block, from those of equal parts."""
+    return [modes[len(modes) * block // blocks] for block in range(blocks)]
 
 
 def _even(layers: int, stages: int) -> list[int]:

@@ -1,19 +1,28 @@
-"""What a layout sends, estimated by formula: by this the search sorts layouts, before it simulates
-the most promising ones. The order of magnitude of each level's bytes is enough for that."""
+"""What a layout sends, and what its backward needs, estimated by formula: by this the search sorts
+layouts, before it simulates the most promising ones. The order of magnitude of each level's bytes
+is enough for that."""
 
 from collections.abc import Sequence
 from math import prod
 
 from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.comm.wires.wire import Wires
-from megafrontier.config import Config
-from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK
+from megafrontier.config import Config, ModelConfig
+from megafrontier.model.recompute.checkpointing import RECOMPUTES_BLOCK, Mode
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition import Placement
 from megafrontier.partition.rules import StateRules
 from megafrontier.plan.resolve import RunPlan
 from megafrontier.planner.simulation.routing import distinct_share
+from megafrontier.splits.token_dispatch import PEAK
 
+SAVED = {"none": 1.0, "selective": 0.5, "block": 0.0, "offload": 0.0}
+"""Of what the operations of a block save for backward, by checkpointing mode."""
+NORM_BYTES = {"layernorm": 22, "rmsnorm": 40}
+"""That a block with this norm saves for a token and hidden element, beside its MLP, in 16 bits.
+These and the bytes of experts are those of 20 layouts on the clock."""
+LATE = 0.7
+"""Of what blocks save without recomputation, that which waits for gradients of weights."""
 UnitGroup = tuple[int, Levels, StateRules]
 """Elements of all units with the same levels, these, and how the units are sharded."""
 
@@ -130,3 +139,44 @@ def _tokens(config: Config, plan: RunPlan, recomputed: int) -> list[float]:
         rows = tokens * groups * distinct_share(moe, moe.experts // groups) * (size - 1) / size
         sent.append(times * rows * plan.tokens.codec(i, dtype).message_bytes(model.hidden))
     return sent
+
+
+def backward_bytes(
+    model: ModelConfig,
+    modes: Sequence[Mode],
+    blocks: float,
+    tokens: float,
+    in_flight: float,
+    expert_ranks: int,
+    splits_backward: bool = False,
+) -> float:
+    """What a rank needs for backward, with so many blocks and micro-batches of so many tokens, if
+    those tokens of a mixture come to it that need the most. `modes`: of equal parts of the blocks.
+    `splits_backward`: of a schedule that computes gradients of weights later.
+    """
+    late = LATE if splits_backward else 0.0
+    share = max(late, sum(SAVED[mode] for mode in modes) / len(modes))
+    whole = max(late, sum(mode == "none" for mode in modes) / len(modes))
+    inputs = 2 * model.hidden * sum(mode != "offload" for mode in modes) / len(modes)
+    each, held = _block_bytes(model), blocks * in_flight
+    experts = _expert_bytes(model, held * whole, expert_ranks)
+    return tokens * (held * (inputs + share * each) + each + experts)
+
+
+def _block_bytes(model: ModelConfig) -> int:
+    """That a block without experts saves for a token."""
+    has_mlp = model.moe is None or model.moe.blocks(model.layers) < model.layers
+    width = model.mlp_hidden * has_mlp * (3 if model.is_gated else 2)
+    return NORM_BYTES[model.norm] * model.hidden + 2 * width
+
+
+def _expert_bytes(model: ModelConfig, kept_blocks: float, ranks: int) -> float:
+    """That experts save and need for a token: of blocks that are kept, and of that in backward."""
+    moe, hidden = model.moe, model.hidden
+    if moe is None:
+        return 0.0
+    there = min(moe.active, moe.experts // ranks)
+    rows = min(PEAK, ranks * there / moe.active) * moe.active
+    width = moe.ffn_hidden or model.mlp_hidden
+    kept = kept_blocks * moe.blocks(model.layers) / model.layers
+    return rows * (kept * 8 * (hidden + width) + 28 * hidden + 7 * width)

@@ -171,7 +171,7 @@ def test_overrides_of_a_plan_give_its_step(config_file: Path, plans: dict[str, A
 
 
 @pytest.mark.parametrize(
-    "layers, changes",
+    ("layers", "changes"),
     [
         (16, {"attention": AttentionConfig(8, global_every=3)}),
         # Embedding and head are longer than a block: they have the same buffer, or two.

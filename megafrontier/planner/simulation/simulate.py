@@ -37,6 +37,8 @@ def simulate(
     step = _simulate(config, plan, rates, prepare, micro_batches, "uniform")
     if config.model.moe is None:
         return step
+    if plan.division.ranks == 1:
+        micro_batches = min(micro_batches or MICRO_BATCHES, 2)  # the third needs no other memory
     worst = _simulate(config, plan, UNKNOWN, prepare, micro_batches, worst_routing(config))
     return replace(step, worst_memories=worst.memories)
 
