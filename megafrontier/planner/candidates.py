@@ -418,7 +418,7 @@ class _Family:
         """The modes of equal parts of the blocks."""
         if given == "auto":
             return cheapest(8, fits)
-        return given if isinstance(given, list) else [given]
+        return [given] if isinstance(given, str) else given
 
     def _saves_within(
         self, free: float, tokens: float, pipeline: _Pipeline, modes: Sequence[Mode]
