@@ -416,9 +416,9 @@ class _Family:
 
     def _modes(self, given: Auto | Modes, fits: Callable[[Sequence[Mode]], bool]) -> Sequence[Mode]:
         """The modes of equal parts of the blocks."""
-        if given == "auto":
-            return cheapest(8, fits)
-        return [given] if isinstance(given, str) else given
+        if not isinstance(given, str):
+            return given
+        return cheapest(8, fits) if given == "auto" else [given]
 
     def _saves_within(
         self, free: float, tokens: float, pipeline: _Pipeline, modes: Sequence[Mode]
