@@ -360,6 +360,33 @@ def test_auto_takes_the_fastest_layout_and_says_so(config_file: Path) -> None:
     assert choose_layout(other, 2 * NODES) == (other, [])
 
 
+@pytest.mark.parametrize(
+    ("split", "changes"),
+    [
+        # Many parameters, few tokens: hidden states of borders are the least to send.
+        ("pipeline", ["train.global_batch=64", "model.hidden=256", "model.sequence_length=32"]),
+        # One long sequence, and few key heads.
+        (
+            "context",
+            ["train.global_batch=1", "train.micro_batch=1", "model.sequence_length=8192"]
+            + ["model.layers=2", "model.kv_heads=1"],
+        ),
+    ],
+)
+def test_auto_takes_a_pipeline_and_context_where_they_win(
+    config_file: Path, split: str, changes: list[str]
+) -> None:
+    slow = [*changes, "machine.levels.world.gigabytes_per_second=0.001"]
+    whole = load_config(config_file, [*slow, "partition.strategy=auto", "parallel=auto"])
+    chosen, _ = choose_layout(whole, 2 * NODES)
+    assert getattr(chosen.parallel, split) == 2
+    found = simulate_blocks(chosen, resolve_plan(chosen, 2 * NODES))
+    other = {"pipeline": "partition.strategy=zero1", "context": "parallel.tensor=4"}[split]
+    without = load_config(config_file, [*slow, other])
+    step = simulate_blocks(without, resolve_plan(without, 2 * NODES))
+    assert found.seconds < (1 - ERROR) * step.seconds
+
+
 def test_auto_drops_the_copy_of_the_weights_if_no_layout_fits_with_it(config_file: Path) -> None:
     zero3 = load_config(config_file, ["partition.strategy=zero3"])
     least = simulate(zero3, resolve_plan(zero3, 2 * NODES)).gib
