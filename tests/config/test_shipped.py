@@ -1,12 +1,18 @@
 """Files that come with the package: each of them works alone, copied to any folder."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from megafrontier.config import load_config, load_machine
 from megafrontier.config.shipped import copy_shipped, shipped_files
+from megafrontier.plan.refuse import check_layout
+from megafrontier.planner.search import ERROR, search
+from megafrontier.planner.table import gain_over_configured
 from tests.config.conftest import refusal
+
+PER_NODE = 8
 
 
 @pytest.mark.parametrize("name", [name for name in shipped_files() if name != "slurm"])
@@ -41,9 +47,36 @@ def test_a_file_inherits_from_a_shipped_one_by_name_and_from_its_neighbour_first
     assert "cannot read the config: No such file" in refusal(load_config, "mine.yaml")
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in shipped_files() if "/" not in name and name != "slurm"]
-)
+RUNS = [name for name in shipped_files() if "/" not in name and name != "slurm"]
+LARGE = [name for name in RUNS if load_config(shipped_files()[name]).machine == "frontier"]
+"""Those that are for a cluster."""
+
+
+def nodes_of(name: str) -> int:
+    """The nodes that the first line of a run's file names."""
+    first = shipped_files()[name].read_text().splitlines()[0]
+    found = re.search(r" on (\d+) nodes?\b", first)
+    assert found is not None, f"{name}: the first line must name the nodes"
+    return int(found[1])
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_run_for_a_cluster_names_its_nodes_and_has_a_layout_for_them(name):
+    config = load_config(shipped_files()[name])
+    check_layout(config, nodes_of(name) * PER_NODE)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", LARGE)
+def test_the_planner_finds_nothing_faster_than_a_shipped_layout_or_its_file_says_why(name):
+    path = shipped_files()[name]
+    layouts = search(load_config(path), nodes_of(name) * PER_NODE)
+    (own,) = (each for each in layouts if each.is_configured)
+    assert own.fits
+    assert gain_over_configured(layouts) <= ERROR or "The planner's" in path.read_text()
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_a_ready_made_run_saves_every_half_hour_and_what_it_keeps_for_good(name):
     saves = load_config(shipped_files()[name]).checkpoint
     assert saves.minutes == (0 if name == "wire-quality" else 30), "its bits are compared"

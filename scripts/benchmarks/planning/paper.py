@@ -59,6 +59,7 @@ class Assumed:
             CONFIG,
             (*overrides, f"machine={json.dumps(asdict(machine))}", "train.micro_batch=1",
              f"train.global_batch={self.accumulation * gcds}",
+             "train.activation_checkpointing=block",
              f"partition.overlap={self.overlap}"),
         )  # fmt: skip
         return simulate_blocks(config, resolve_plan(config, gcds)).tflops_per_device

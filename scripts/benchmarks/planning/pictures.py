@@ -50,7 +50,8 @@ ROWS = (COMPUTE, "pair", "node", "world")
 def config_of(strategy: Sequence[str], ranks: int, *more: str) -> Config:
     """20B parameters with one micro-batch of one sequence a step for each GCD."""
     batch = ("train.micro_batch=1", f"train.global_batch={ranks}")
-    return load_config(CONFIG, (*batch, *strategy, *more))
+    memory = "train.activation_checkpointing=block"
+    return load_config(CONFIG, (*batch, memory, *strategy, *more))
 
 
 def speed(case: tuple[float, str, int]) -> tuple[float, bool] | None:
