@@ -18,9 +18,9 @@ SHIPPED = {
     "gpt-10b": 128,
     "gpt-20b": 384,
     "llama-7b": 64,
-    "llama-70b": 256,
+    "llama-70b": 1024,
     "llama-175b": 512,
-    "llama-8b-128k": 128,
+    "llama-8b-128k": 256,
     "moe-8x7b": 128,
     "moe-30b-a3b": 128,
     "moe-200b": 512,
@@ -87,6 +87,8 @@ def test_key_heads_stay_fewer_than_tensor_ranks_and_blocks_keep_their_kinds(tmp_
         "model.kv_heads=4",
         "model.attention.window=1000",
         "model.attention.global_every=6",
+        "parallel.pipeline=1",
+        "parallel.schedule=1f1b",
     )[0].config
     assert few.model.num_kv_heads < few.parallel.tensor
     windows = {few.model.window_of(block) for block in range(few.model.layers)}

@@ -50,9 +50,9 @@ def test_a_rank_needs_at_least_state_buffers_and_block_inputs():
 @pytest.mark.parametrize(
     ("name", "nodes", "splits", "state", "buffers"),
     [
-        ("llama-70b", 128, Splits(tensor=8), 17.5, 1.33),
+        ("llama-70b", 128, Splits(tensor=8, pipeline=4), 13.5, 0.489),
         ("llama-8b-128k", 32, Splits(context=8), 2.34, 6.60),
-        ("llama-175b", 64, Splits(tensor=2, pipeline=16), 20.06, 7.75),
+        ("llama-175b", 64, Splits(tensor=4, pipeline=16), 20.06, 1.69),
     ],
 )
 def test_the_large_llamas_fit_on_frontier_with_the_figures_of_its_docs(
