@@ -368,8 +368,13 @@ def test_auto_takes_the_fastest_layout_and_says_so(config_file: Path) -> None:
         # One long sequence, and few key heads.
         (
             "context",
-            ["train.global_batch=1", "train.micro_batch=1", "model.sequence_length=8192"]
-            + ["model.layers=2", "model.kv_heads=1"],
+            [
+                "train.global_batch=1",
+                "train.micro_batch=1",
+                "model.sequence_length=8192",
+                "model.layers=2",
+                "model.kv_heads=1",
+            ],
         ),
     ],
 )
