@@ -174,7 +174,8 @@ def _shrink_optimizer(small: Config) -> None:
     optimizer.ema = 0.5 if optimizer.ema else 0.0
     optimizer.fused = "torch" if optimizer.fused == "apex" else optimizer.fused
     schedule.min_lr *= factor
-    schedule.warmup_steps = min(schedule.warmup_steps, 2)
+    schedule.warmup_steps = 2 if schedule.warmup_fraction else min(schedule.warmup_steps, 2)
+    schedule.warmup_fraction, schedule.decay_steps = 0.0, None
 
 
 @dataclass(frozen=True)

@@ -89,11 +89,26 @@ class ScheduleConfig:
     """Learning rate after the warm-up. All but constant decay to `min_lr` by the end."""
     warmup_steps: int = bounded(0, at_least=0)
     """Steps of linear warm-up."""
+    warmup_fraction: float = bounded(0.0, at_least=0, at_most=1)
+    """The warm-up as a fraction of all steps (of `decay_steps`, if given), rounded to whole steps.
+    Needs `warmup_steps: 0`."""
+    decay_steps: int | None = count(None)
+    """Steps from the first one of the run to the end of the decay. Later steps have `min_lr`; with
+    a number above `train.steps` the run ends before `min_lr`. null: `train.steps`."""
     min_lr: float = bounded(0.0, at_least=0)
     """Learning rate at the end of the decay."""
     decay_fraction: float = bounded(0.2, at_least=0, at_most=1)
-    """wsd: fraction of the steps, at the end, in which the learning rate decays linearly."""
+    """wsd: fraction of all steps (of `decay_steps`, if given), at the end, in which the learning
+    rate decays linearly."""
     by: Literal["steps", "tokens"] = "steps"
     """What the learning rate follows: the steps, or the tokens that they read. With tokens, a step
     of a small batch (`train.batch_warmup`) moves the rate less: it climbs to `optimizer.lr` by the
     tokens of the first `warmup_steps`, and decays by the tokens of all steps."""
+
+    def decay_end(self, steps: int) -> int:
+        """`decay_steps`, or its default for a run of `steps`."""
+        return steps if self.decay_steps is None else self.decay_steps
+
+    def warmup(self, steps: int) -> int:
+        """Steps of the warm-up in a run of `steps`."""
+        return self.warmup_steps or round(self.warmup_fraction * self.decay_end(steps))

@@ -17,7 +17,7 @@ from megafrontier.config.model.gpt import ModelConfig
 from megafrontier.config.model.moe import check_moe
 from megafrontier.config.model.rotary import check_rotary_scaling
 from megafrontier.config.model.scaling import check_scaling
-from megafrontier.config.optimizer import OptimizerConfig
+from megafrontier.config.optimizer import OptimizerConfig, ScheduleConfig
 from megafrontier.config.schema import BatchWarmupConfig, Config, TrainConfig
 from megafrontier.config.sites import check_sites
 
@@ -224,12 +224,24 @@ def _check_steps(config: Config) -> None:
     fits = "need null, or train.precision=bf16"
     is_plain = train.linear_precision is None or train.precision == "bf16"
     need(is_plain, "train.linear_precision", train.linear_precision, fits)
-    warmup, steps, stop = schedule.warmup_steps, train.steps, train.stop_at
-    need(warmup <= steps, "schedule.warmup_steps", warmup, f"need at most train.steps ({steps})")
+    steps, stop = train.steps, train.stop_at
+    _check_schedule(schedule, steps)
     fits = f"need at most optimizer.lr ({lr})"
     need(schedule.min_lr <= lr, "schedule.min_lr", schedule.min_lr, fits)
     is_inside = stop is None or 1 <= stop <= steps
     need(is_inside, "train.stop_at", stop, f"need 1 to train.steps ({steps})")
+
+
+def _check_schedule(schedule: ScheduleConfig, steps: int) -> None:
+    decay, warmup = schedule.decay_steps, schedule.warmup_steps
+    decays = decay is None or schedule.name != "constant"
+    need(decays, "schedule.decay_steps", decay, "need null with schedule.name=constant")
+    has_both = warmup > 0 and schedule.warmup_fraction > 0
+    fits = f"need 0 with schedule.warmup_fraction ({schedule.warmup_fraction:g})"
+    need(not has_both, "schedule.warmup_steps", warmup, fits)
+    key = "train.steps" if decay is None else "schedule.decay_steps"
+    fits = f"need at most {key} ({schedule.decay_end(steps)})"
+    need(warmup <= schedule.decay_end(steps), "schedule.warmup_steps", warmup, fits)
 
 
 def _check_checkpointing(config: Config) -> None:

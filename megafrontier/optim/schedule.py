@@ -16,17 +16,19 @@ def learning_rate(
     """Learning rate of the 0-based optimizer `step` out of `steps`.
 
     Linear warm-up to `optimizer.lr`; then cosine (Loshchilov & Hutter 2017), linear or wsd
-    (warm-up, stable, linear decay over the last `decay_fraction`) down to `min_lr`, or constant.
+    (warm-up, stable, linear decay over the last `decay_fraction`) down to `min_lr` at
+    `decay_steps`, or constant.
     With `schedule.by: tokens`, time is counted in samples: `samples_before` a step.
     """
-    now, after, warmup, end = step, step + 1, schedule.warmup_steps, steps
+    now, after = step, step + 1
+    warmup, end = schedule.warmup(steps), schedule.decay_end(steps)
     if schedule.by == "tokens" and samples_before is not None:
         now, after, warmup, end = map(samples_before, (now, after, warmup, end))
     if now < warmup:
         return optimizer.lr * after / warmup
     after_warmup = max(1, end - warmup)
     progress = min(1.0, (now - warmup) / after_warmup)
-    # `decay_fraction` refers to the whole run, not to what follows the warm-up.
+    # `decay_fraction` counts the warm-up, too.
     decay = min(1.0, schedule.decay_fraction * end / after_warmup)
     factor = _decay_factor(progress, schedule.name, decay)
     return schedule.min_lr + (optimizer.lr - schedule.min_lr) * factor

@@ -180,6 +180,18 @@ REFUSED = [
         "train.global_batch: 8, must be a multiple of train.micro_batch (3)",
     ),
     (
+        ["schedule.name=constant", "schedule.decay_steps=5"],
+        "schedule.decay_steps: 5, need null with schedule.name=constant",
+    ),
+    (
+        ["schedule.warmup_steps=6", "schedule.decay_steps=5"],
+        "schedule.warmup_steps: 6, need at most schedule.decay_steps (5)",
+    ),
+    (
+        ["schedule.warmup_steps=6", "schedule.warmup_fraction=0.01"],
+        "schedule.warmup_steps: 6, need 0 with schedule.warmup_fraction (0.01)",
+    ),
+    (
         ["train.steps=5", "schedule.warmup_steps=6"],
         "schedule.warmup_steps: 6, need at most train.steps (5)",
     ),

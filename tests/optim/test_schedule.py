@@ -11,9 +11,11 @@ STEPS = 100
 PEAK, FLOOR = 1.0, 0.1
 
 
-def rates(name, warmup=10, floor=FLOOR, decay_fraction=0.2):
-    schedule = ScheduleConfig(name, warmup, floor, decay_fraction)
-    return [learning_rate(s, STEPS, OptimizerConfig(lr=PEAK), schedule) for s in range(STEPS + 5)]
+def rates(name, warmup=10, floor=FLOOR, decay_fraction=0.2, steps=STEPS, **others):
+    schedule = ScheduleConfig(
+        name, warmup_steps=warmup, min_lr=floor, decay_fraction=decay_fraction, **others
+    )
+    return [learning_rate(s, steps, OptimizerConfig(lr=PEAK), schedule) for s in range(STEPS + 5)]
 
 
 @pytest.mark.parametrize("name", ["cosine", "wsd", "linear", "constant"])
@@ -47,13 +49,25 @@ def test_wsd_is_flat_and_decays_over_the_last_part_of_all_steps():
     assert rates("wsd", decay_fraction=1.0) == pytest.approx(rates("linear"))
 
 
+@pytest.mark.parametrize("name", ["cosine", "wsd", "linear"])
+def test_the_decay_may_end_before_the_run_or_after_it(name):
+    for steps in (STEPS // 2, 2 * STEPS):
+        assert rates(name, steps=steps, decay_steps=STEPS) == rates(name)
+
+
+def test_the_warm_up_may_be_a_fraction_of_the_steps_until_the_decay_ends():
+    assert rates("cosine", warmup=0, warmup_fraction=0.1) == rates("cosine", warmup=10)
+    found = rates("linear", warmup=0, warmup_fraction=0.13, decay_steps=50)
+    assert found == rates("linear", warmup=6, decay_steps=50)
+
+
 def test_a_run_of_warm_up_only_ends_at_the_full_rate():
     assert rates("cosine", warmup=STEPS)[STEPS - 1] == PEAK
 
 
 def test_by_tokens_the_rate_follows_what_smaller_batches_read():
     """A batch of 1 in the first 50 steps, of 4 afterwards: 250 samples."""
-    schedule = ScheduleConfig("linear", 60, by="tokens")
+    schedule = ScheduleConfig("linear", warmup_steps=60, by="tokens")
     before = [step if step < 50 else 50 + 4 * (step - 50) for step in range(STEPS + 1)]
     found = [
         learning_rate(s, STEPS, OptimizerConfig(lr=PEAK), schedule, before.__getitem__)
