@@ -48,7 +48,7 @@ MODEL: Choices = {
     "kv_heads": [None, 1, 2],
     "norm": ["layernorm", "rmsnorm"],
     "norm_position": ["before", "before", "after", "both"],
-    "activation": ["gelu", "swiglu", "swiglu_clipped", "geglu"],
+    "activation": ["gelu", "swiglu", "swiglu_clipped", "geglu", "relu2"],
     "position": ["rotary", "rotary", "learned"],
     "rotary_fraction": [1.0, 1.0, 0.5],
     "parallel_residual": [False, False, True],

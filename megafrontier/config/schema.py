@@ -200,6 +200,8 @@ class LogConfig:
     """A rank is slow if its own time is above this factor times the median of all ranks."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Weights & Biases. online continues offline if the service cannot be reached."""
+    wandb_project: str = "megafrontier"
+    """Project of the run, or ENTITY/PROJECT to name its owner, too."""
     tensorboard: bool = False
     """Write TensorBoard events into the run directory."""
     mlflow: str = ""

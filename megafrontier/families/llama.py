@@ -30,7 +30,9 @@ SCALINGS = (LLAMA3, "yarn", "linear")
 """Values of rope_type that GPT has, too."""
 
 
-Activation = Literal["gelu", "gelu_tanh", "swiglu", "swiglu_clipped", "geglu", "geglu_tanh"]
+Activation = Literal[
+    "gelu", "gelu_tanh", "relu2", "swiglu", "swiglu_clipped", "geglu", "geglu_tanh"
+]
 
 
 class Llama:

@@ -21,12 +21,15 @@ def activate(raised: Tensor, activation: str) -> Tensor:
     """The activation of [n, up_rows] → [n, width].
 
     GELU: Hendrycks and Gimpel 2016, arXiv:1606.08415 (`gelu_tanh` approximates it).
-    SwiGLU and GEGLU: Shazeer 2020, arXiv:2002.05202.
+    SwiGLU and GEGLU: Shazeer 2020, arXiv:2002.05202. relu2, the square of ReLU: So et al. 2021,
+    arXiv:2109.08668.
     """
     if activation == "swiglu":
         return gated(raised, "silu")
     if activation == "swiglu_clipped":
         return clipped(raised)
+    if activation == "relu2":
+        return F.relu(raised).square()
     approximate = "tanh" if activation.endswith("_tanh") else "none"
     if activation.startswith("geglu"):
         return gated(raised, f"gelu {approximate}")

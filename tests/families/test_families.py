@@ -157,6 +157,7 @@ def test_what_a_family_writes_otherwise_gives_the_same_logits(
     [
         ({"norm": "rmsnorm"}, "model.norm: rmsnorm .* GPT2LMHeadModel, which needs layernorm"),
         ({"activation": "swiglu"}, "model.activation: swiglu .* needs gelu or gelu_tanh"),
+        ({"activation": "relu2"}, "model.activation: relu2 .* needs gelu or gelu_tanh"),
         ({"parallel_residual": True}, "model.parallel_residual: True .* needs False"),
         ({"kv_heads": 2}, "model.kv_heads: 2 .* needs 4"),
         ({"position": "rotary", "head_size": 16}, "model.head_size: 16 .* GPTNeoX.* needs 8"),

@@ -44,11 +44,12 @@ class ModelConfig:
     are initially 0. Not those of the results of delta attention."""
     norm_bias: bool = True
     """Biases of layer norms."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu", "swiglu_clipped", "geglu", "geglu_tanh"] = (
-        "gelu"
-    )
-    """Activation of the MLP. All but gelu and gelu_tanh have a gate. swiglu_clipped: (up + 1) ·
-    gate · sigmoid(1.702 · gate), with the gate at most 7 and up between -7 and 7 (gpt-oss)."""
+    activation: Literal[
+        "gelu", "gelu_tanh", "relu2", "swiglu", "swiglu_clipped", "geglu", "geglu_tanh"
+    ] = "gelu"
+    """Activation of the MLP. All but gelu, gelu_tanh and relu2 have a gate. relu2: the square of
+    ReLU. swiglu_clipped: (up + 1) · gate · sigmoid(1.702 · gate), with the gate at most 7 and up
+    between -7 and 7 (gpt-oss)."""
     position: Literal["learned", "rotary"] = "learned"
     """Learned absolute positions (GPT-2) or rotary positions (GPT-NeoX, Llama)."""
     rotary_fraction: float = 1.0
@@ -133,7 +134,7 @@ class ModelConfig:
     @property
     def is_gated(self) -> bool:
         """Whether the MLP has a gate."""
-        return self.activation not in ("gelu", "gelu_tanh")
+        return self.activation not in ("gelu", "gelu_tanh", "relu2")
 
     def window_of(self, block: int) -> int | None:
         """The window of a block, counted from 0, or None if it attends to all earlier tokens."""

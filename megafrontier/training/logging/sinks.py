@@ -108,9 +108,11 @@ class WandbSink:
             x_disable_machine_info=True,
             finish_timeout=FINISH_SECONDS,
         )
+        entity, _, project = config.log.wandb_project.rpartition("/")
         start = partial(
             wandb.init,
-            project="megafrontier",
+            entity=entity or None,
+            project=project,
             name=config.run.name,
             id=_kept_id(directory / "wandb" / "id", resume_step, lambda: uuid.uuid4().hex[:12]),
             dir=str(directory),

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megafrontier.config import ModelConfig
 from megafrontier.model.kernels.gates import clipped
-from megafrontier.model.mlp import activate
+from megafrontier.model.mlp import activate, up_rows
 
 PLAIN = {
     "swiglu": F.silu,
@@ -25,6 +26,16 @@ def test_the_clipped_gate_has_autograds_gradients_on_both_sides_of_its_limits():
     gradients = (torch.autograd.grad(out, raised, by_output)[0] for out in (found, expected))
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(*gradients)
+
+
+def test_relu2_is_the_square_of_the_positive_part_and_has_no_gate():
+    raised = torch.randn(3, 14, dtype=torch.float64, requires_grad=True)
+    found = activate(raised, "relu2")
+    positive = raised.detach() * (raised > 0)
+    torch.testing.assert_close(found, positive * positive)
+    (gradient,) = torch.autograd.grad(found.sum(), raised)
+    torch.testing.assert_close(gradient, 2 * positive)
+    assert up_rows(ModelConfig(activation="relu2"), 14) == 14
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

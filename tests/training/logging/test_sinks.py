@@ -150,6 +150,23 @@ def test_a_resumed_run_keeps_its_wandb_id_and_its_end_waits_for_no_network(tmp_p
     assert set(limits) == {FINISH_SECONDS}
 
 
+def test_a_run_goes_to_the_project_and_entity_that_are_named(tmp_path, monkeypatch):
+    import wandb
+
+    found = []
+
+    def init(*, entity, project, **_):
+        found.append((entity, project))
+        return SimpleNamespace(define_metric=lambda *_, **__: None)
+
+    monkeypatch.setattr(wandb, "init", init)
+    for name in ("megafrontier", "pretraining", "our-team/pretraining"):
+        config = wandb_config("offline")
+        config.log.wandb_project = name
+        WandbSink(config, tmp_path, 0)
+    assert found == [(None, "megafrontier"), (None, "pretraining"), ("our-team", "pretraining")]
+
+
 def test_tensorboard_has_nested_metrics_and_forgets_the_steps_that_a_resumed_run_repeats(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
