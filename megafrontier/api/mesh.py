@@ -34,20 +34,23 @@ _joined: _Joined | None = None
 def init_mesh(
     machine: str | Mapping[str, Any] = "laptop",
     *,
+    tensor: int | str = 1,
+    context: int | str = 1,
+    expert: int | str = 1,
+    pipeline: int | str = 1,
     exit_on_error: bool = False,
-    **splits: int | str,
 ) -> Mesh:
     """Join the ranks that Slurm, torchrun or another launcher has started, and make a mesh of them.
     A process without a launcher is the only rank.
 
     machine: the name of a machine file (`frontier`), its path, or its content
         (`{"levels": {"node": {"size": 8}, "world": {}}}`): the levels, fastest link first.
+    tensor, context, expert, pipeline: the splits, each a number of ranks or a level's name.
     exit_on_error: for a script that is nothing but a rank: replace `sys.excepthook`, so that from
         now on a UserError ends the process with one line and exit code 2, and any other uncaught
         exception ends it at once, without Python's cleanup. By default no hook and no signal
         handler is touched (but torch itself puts `[rank0]: ` before tracebacks), and exceptions
         are the caller's.
-    splits: `tensor`, `context`, `expert`, `pipeline`: a number of ranks or a level's name.
 
     The mesh has `rank`, `device`, `levels`, and `data_rank` of `data_size`, which tell a rank its
     part of each batch. The ranks are left at the end of the process, by `atexit`.
@@ -57,6 +60,7 @@ def init_mesh(
     """
     global _joined
     identity = identify(os.environ)
+    splits = {"tensor": tensor, "context": context, "expert": expert, "pipeline": pipeline}
     arguments = machine, splits
     if _joined is not None and _joined.process == os.getpid():
         if _joined.arguments != arguments:

@@ -203,6 +203,8 @@ def test_a_process_has_one_mesh_whose_levels_hold_the_ranks():
             megafrontier.init_mesh(machine(3))
         with pytest.raises(UserError, match="tensor: 2, does not fill the levels"):
             megafrontier.init_mesh(machine(1), tensor=2)
+        with pytest.raises(TypeError, match="tensors"):
+            megafrontier.init_mesh(machine(1), tensors=2)
 
     run_script((1,), body)
 
@@ -244,7 +246,7 @@ def test_a_scripts_ranks_end_soon_and_with_the_right_code(tmp_path, what, exits,
         )
         for rank in ("0", "1")
     ]
-    said = [process.communicate(timeout=100)[0] for process in started]
+    said = [process.communicate(timeout=200)[0] for process in started]
     assert [process.returncode for process in started] == [code, code]
     for line in lines:
         assert any(line in text for text in said), said
