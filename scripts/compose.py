@@ -10,7 +10,8 @@ gap, fails or does not end.
 
 Some random models amplify rounding: one process differs from itself by more than 1e-6 if it only
 sums its micro-batches in another order. The bound of such a case is `TIMES_ROUNDING` times that
-difference.
+difference. If the difference is more than `MOST_ROUNDING`, because tokens go to other experts, the
+case shows nothing: it is open.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ MANY_TRIES = 500
 TIMES_ROUNDING = 8
 """A layout changes the order of many more sums than a micro-batch does."""
 MOST_ROUNDING = 0.05
-"""A larger gap is a fault, whatever the model."""
+"""A larger bound would show nothing."""
 
 Choices = Mapping[str, list[Any]]
 """Of a key of the configuration. The first one suits the most others."""
@@ -143,7 +145,7 @@ def main() -> int:
             file.write(json.dumps(done[key]) + "\n")
             file.flush()
             print(f"{key}: {done[key]['status']} {done[key]['worst']}", flush=True)
-    return int(any(line["status"] != "proved" for line in done.values()))
+    return int(any(line["status"] == "broken" for line in done.values()))
 
 
 def finished(path: Path) -> dict[str, dict[str, Any]]:
@@ -195,7 +197,7 @@ def may_be_rounding(finding: Finding) -> bool:
     """Whether a model that amplifies rounding could have such a gap. Equality has no bound."""
     if finding.status != "broken" or finding.figure is None:
         return False
-    return bool(finding.bound) and finding.figure <= MOST_ROUNDING
+    return bool(finding.bound)
 
 
 def measure_rounding(config: Config, reference: TrainedRun, folder: Path) -> float:
@@ -210,6 +212,9 @@ def beside_rounding(finding: Finding, rounding: float) -> Finding:
     """A finding, judged by the gap of one process to itself."""
     if not may_be_rounding(finding):
         return finding
+    if rounding > MOST_ROUNDING:
+        where = f"one process differs from itself by {rounding:.2g}"
+        return replace(finding, status="open", where=where)
     bound = min(MOST_ROUNDING, TIMES_ROUNDING * rounding)
     return Finding.within(finding.promise, finding.figure or 0.0, bound, finding.where)
 
