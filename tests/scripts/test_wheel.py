@@ -69,7 +69,9 @@ def test_an_installed_wheel_finds_its_files_from_any_folder(wheel, tmp_path):
         return subprocess.check_output(line, cwd=elsewhere, env=environment, text=True)
 
     listed = run(COMMAND, "configs")
-    assert re.search(r"^gpt-1.3b +GPT-3 XL: as gpt-125m, with 1M tokens a step$", listed, re.M)
+    assert re.search(
+        r"^gpt-1.3b +GPT-3 XL on 2 nodes: as gpt-125m, with 1M tokens a step$", listed, re.M
+    )
     assert "machines/frontier " in listed
     assert run(COMMAND, "configs", "--copy", "slurm") == "slurm\n"
     assert (elsewhere / "slurm" / "env" / "frontier.sh").is_file()
