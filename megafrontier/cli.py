@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megafrontier.common.arguments import arg as _arg
 from megafrontier.common.arguments import command as _command
+from megafrontier.common.arguments import group as _group
 from megafrontier.common.arguments import parse
 from megafrontier.common.errors import (
     BAD_INPUT,
@@ -71,6 +72,7 @@ _RANKS = (
 )
 _CONFIG = _arg("config", "YAML file (docs/configuration.md), or a name that `configs` lists")
 _CHECKPOINT = _arg("checkpoint", "a run (its newest checkpoint) or a checkpoint", type=Path)
+_JSON = _arg("--json", "print JSON", action="store_true")
 _KINDS = {"choices": ("weight", "ema"), "default": "weight"}
 _WEIGHTS = _arg("--weights", "ema: their average (optimizer.ema); default: weight", **_KINDS)
 _CORPUS = _arg("--out", "corpus to write", required=True, metavar="PREFIX")
@@ -85,6 +87,7 @@ _CORPUS = _arg("--out", "corpus to write", required=True, metavar="PREFIX")
     _arg("--max-megabytes", "sample at most this much text; default: 500", type=float, default=500),
 )
 def _tokenizer(a: argparse.Namespace) -> None:
+    """Train a SentencePiece tokenizer on text, and write it and its settings into a folder."""
     from megafrontier.data.tokenizers.train import train_tokenizer
 
     with exit_on_sigterm():
@@ -117,6 +120,8 @@ def _tokenizer(a: argparse.Namespace) -> None:
     ),
 )
 def _prepare(a: argparse.Namespace) -> None:
+    """Tokenize text into a corpus in Megatron's format, PREFIX.bin and PREFIX.idx, for `train`. The
+    number of processes changes no byte."""
     from megafrontier.data.text.prepare import prepare
 
     part = _part(a.part or "1/1")
@@ -148,6 +153,7 @@ def _part(text: str) -> tuple[int, int]:
     _arg("--workers", "number of threads; default: two per core", type=int),
 )
 def _merge(a: argparse.Namespace) -> None:
+    """Join corpora of one tokenizer, such as the parts that `prepare --part` wrote, into one."""
     from megafrontier.data.corpus.merge import merge
 
     with exit_on_sigterm():
@@ -176,6 +182,8 @@ def _merge(a: argparse.Namespace) -> None:
     _arg("--tokens", "with --dry-run: of a whole run, for its node-hours", type=float, metavar="T"),
 )
 def _train(a: argparse.Namespace) -> int:
+    """Train the model of a config. In a job of Slurm or torchrun, this process becomes one of the
+    ranks; otherwise the ranks start here. A run that has checkpoints goes on from the newest."""
     from megafrontier.common.signals import record_stop_requests
 
     _quiet_torch()
@@ -210,11 +218,13 @@ def _train(a: argparse.Namespace) -> int:
         type=float,
         metavar="HOURS",
     ),
-    _arg("--json", "print JSON", action="store_true"),
+    _JSON,
     _arg("--write", "write the config of the best layout", type=Path, metavar="FILE"),
     _RANKS[1],
 )
 def _plan(a: argparse.Namespace) -> None:
+    """Predict the memory and the step time of the layouts of a config on a number of nodes, without
+    these nodes, and print them in a table, the fastest first."""
     _quiet_torch()
     from megafrontier.planner.command import plan_command
 
@@ -227,11 +237,13 @@ def _plan(a: argparse.Namespace) -> None:
     _arg("--nodes", "number of nodes; default: 1", type=int, metavar="N"),
     _arg("--nproc", "number of ranks, in place of --nodes", type=int, metavar="N"),
     _arg("--minutes", "begin nothing that would take longer", type=float, metavar="M"),
-    _arg("--json", "print JSON", action="store_true"),
+    _JSON,
     _arg("--out", "default: certificate.json in the run directory", type=Path, metavar="FILE"),
     _RANKS[1],
 )
 def _certify(a: argparse.Namespace) -> int:
+    """Train small copies of a layout on this machine, compare them with one plain process, and
+    write a certificate of which promises hold. Exit code 4: one of them is broken."""
     _quiet_torch()
     import json
 
@@ -247,9 +259,11 @@ def _certify(a: argparse.Namespace) -> int:
     _RANKS[0],
     _arg("--machine", "machine file to compare with, by name or path", metavar="NAME"),
     _arg("--write", "write a machine file", type=Path, metavar="FILE"),
-    _arg("--json", "print JSON", action="store_true"),
+    _JSON,
 )
 def _probe(a: argparse.Namespace) -> int:
+    """Measure the links between the ranks and the speed of the device, and print the levels of the
+    machine that follow. In a job of Slurm or torchrun, this process becomes one of the ranks."""
     _quiet_torch()
     from megafrontier.probe.command import probe_command
 
@@ -277,6 +291,8 @@ def _quiet_torch() -> None:
     *_RANKS,
 )
 def _evaluate(a: argparse.Namespace) -> int:
+    """Print loss, perplexity and bits per byte of a checkpoint on its validation data, or with
+    --tasks its results on tasks of lm-evaluation-harness."""
     _quiet_torch()
     from megafrontier.commands.evaluate import evaluate_command
 
@@ -309,6 +325,7 @@ def _evaluate(a: argparse.Namespace) -> int:
     _WEIGHTS,
 )
 def _generate(a: argparse.Namespace) -> None:
+    """Continue a text with the model of a checkpoint, and print it as it grows."""
     from megafrontier.commands.generate import generate_command
 
     keys = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "device", "weights")
@@ -328,6 +345,8 @@ def _generate(a: argparse.Namespace) -> None:
     _WEIGHTS,
 )
 def _export(a: argparse.Namespace) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder: config.json, safetensors and the
+    tokenizer. A run's newest checkpoint is taken."""
     from megafrontier.commands.convert import export_command
 
     print(f"{a.out}: {export_command(a.checkpoint, a.out, a.precision, a.weights)}")
@@ -340,40 +359,67 @@ def _export(a: argparse.Namespace) -> None:
     _arg("--tokenizer", "as for prepare, or `none`; default: the folder's", metavar="PATH"),
 )
 def _import(a: argparse.Namespace) -> None:
+    """Make a checkpoint of step 0 from a Hugging Face folder, to train, evaluate or generate."""
     from megafrontier.commands.convert import import_command
 
     print(import_command(a.folder, a.out, a.tokenizer))
 
 
+_group("checkpoint", "list, show or verify checkpoints; convert them to and from torch's (DCP)")
+_SAVED = _arg("path", "a run, its checkpoints folder, or one checkpoint", type=Path)
+
+
+@_command("step, size, date and condition of every checkpoint", _SAVED, _JSON)
+def _checkpoint_list(a: argparse.Namespace) -> int:
+    """List the checkpoints at a path. Exit code 2: one of them is not whole, as far as the sizes of
+    its files tell."""
+    from megafrontier.checkpoint.commands import list_command
+
+    return list_command(a.path, a.json)
+
+
+@_command("what a checkpoint holds, and how it was made", _SAVED, _JSON)
+def _checkpoint_show(a: argparse.Namespace) -> int:
+    """Print the contents of a checkpoint (the newest, if there are several): step, states, config
+    and the names and shapes of tensors."""
+    from megafrontier.checkpoint.commands import show_command
+
+    return show_command(a.path, a.json)
+
+
+@_command("whether every byte is intact", _SAVED, _JSON)
+def _checkpoint_verify(a: argparse.Namespace) -> int:
+    """Read every byte of every checkpoint at a path and compare it with its checksum. Exit code 2:
+    one of them is damaged."""
+    from megafrontier.checkpoint.commands import verify_command
+
+    return verify_command(a.path, a.json)
+
+
 @_command(
-    "list, show or verify checkpoints; convert them to and from torch's (DCP)",
-    _arg("action", None, choices=("list", "show", "verify", "export", "import")),
-    _arg("path", "a run, its checkpoints folder, or one checkpoint; import: to write", type=Path),
-    _arg("--json", "print JSON", action="store_true"),
-    _arg(
-        "--dcp",
-        "of torch.distributed.checkpoint, which export writes and import reads",
-        type=Path,
-        metavar="DIR",
-    ),
+    "write a checkpoint as one of torch.distributed.checkpoint",
+    _SAVED,
+    _arg("--dcp", "folder to write", type=Path, required=True, metavar="DIR"),
 )
-def _checkpoint(a: argparse.Namespace) -> int:
-    from megafrontier.checkpoint import commands
+def _checkpoint_export(a: argparse.Namespace) -> None:
+    """Write a checkpoint (the newest, if there are several) in the format of
+    torch.distributed.checkpoint (DCP)."""
+    from megafrontier.commands.dcp import export_dcp
 
-    if a.action in ("export", "import"):
-        from megafrontier.commands.dcp import export_dcp, import_dcp
+    print(f"{a.dcp}: {export_dcp(a.path, a.dcp)}")
 
-        if a.dcp is None:
-            raise UserError(f"--dcp: missing, {a.action} needs a folder")
-        made = import_dcp(a.dcp, a.path) if a.action == "import" else None
-        print(made or f"{a.dcp}: {export_dcp(a.path, a.dcp)}")
-        return 0
-    actions = {
-        "list": commands.list_command,
-        "show": commands.show_command,
-        "verify": commands.verify_command,
-    }
-    return actions[a.action](a.path, a.json)
+
+@_command(
+    "make a checkpoint from one of torch.distributed.checkpoint",
+    _arg("path", "folder to write, as the checkpoints folder of a run", type=Path),
+    _arg("--dcp", "folder to read", type=Path, required=True, metavar="DIR"),
+)
+def _checkpoint_import(a: argparse.Namespace) -> None:
+    """Make a checkpoint from one in the format of torch.distributed.checkpoint (DCP), of this or of
+    another program."""
+    from megafrontier.commands.dcp import import_dcp
+
+    print(import_dcp(a.dcp, a.path))
 
 
 @_command(
@@ -388,6 +434,8 @@ def _checkpoint(a: argparse.Namespace) -> int:
     _arg("--seconds", "with --live, between drawings; default: 15", type=float, default=15.0),
 )
 def _report(a: argparse.Namespace) -> None:
+    """Draw the loss, the throughput and the traffic of runs as pictures and one HTML page, and
+    print a table of their throughput."""
     from megafrontier.report.draw import write_report
     from megafrontier.report.live import serve_report
     from megafrontier.report.throughput import throughput_table
@@ -405,6 +453,8 @@ def _report(a: argparse.Namespace) -> None:
     _arg("--out", "with --copy: the file or folder to write", type=Path, metavar="PATH"),
 )
 def _configs(a: argparse.Namespace) -> None:
+    """List the configs, models, machine files and Slurm files that come with the package, or copy
+    one to change it."""
     from megafrontier.config.shipped import copy_shipped, describe_shipped
 
     print("\n".join(describe_shipped()) if a.copy is None else copy_shipped(a.copy, a.out))

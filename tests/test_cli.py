@@ -5,26 +5,55 @@ import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import megafrontier
 from megafrontier.cli import main
 from megafrontier.common.arguments import commands_with_overrides, parse
 from tests import runs
 
 COMMANDS = (
-    "tokenizer", "prepare", "merge", "train", "evaluate", "generate", "export", "import",
-    "checkpoint", "report",
+    "tokenizer", "prepare", "merge", "train", "plan", "certify", "probe", "evaluate", "generate",
+    "export", "import", "checkpoint", "report", "configs",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+ACTIONS = tuple(f"checkpoint {name}" for name in ("list", "show", "verify", "export", "import"))
+
+
+@pytest.mark.parametrize("command", COMMANDS + ACTIONS)
 def test_every_command_explains_itself(command, capsys):
     with pytest.raises(SystemExit) as end:
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     assert end.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: megafrontier {command}")
+    usage, about, *_ = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith(f"usage: megafrontier {command}")
+    assert re.match(r"[A-Z].*\.$|list, show", about, re.DOTALL), "a sentence below the usage"
+
+
+def test_an_option_may_stand_before_the_action():
+    for words in (["--json", "verify", "run"], ["verify", "run", "--json"]):
+        arguments = parse(["checkpoint", *words])
+        assert (arguments.run.__name__, arguments.path) == ("_checkpoint_verify", Path("run"))
+        assert arguments.json
+
+
+@pytest.mark.parametrize("found", ["2.10.0", None])
+def test_the_version_is_that_of_the_package_and_of_torch(found, capsys, monkeypatch):
+    def version(name):
+        if found is None:
+            raise metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    expected = f"megafrontier {megafrontier.__version__}, torch {found or 'not installed'}\n"
+    assert capsys.readouterr().out == expected
 
 
 def test_the_module_is_the_command_and_lists_every_one():
