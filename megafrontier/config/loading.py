@@ -17,7 +17,12 @@ from megafrontier.config.building import build
 from megafrontier.config.machine import MachineConfig
 from megafrontier.config.model.gpt import ModelConfig
 from megafrontier.config.schema import Config, RunConfig
-from megafrontier.config.shipped import find_config, shipped_files, shipped_folder
+from megafrontier.config.shipped import (
+    a_name_like,
+    find_config,
+    shipped_files,
+    shipped_folder,
+)
 from megafrontier.config.validation import check, check_machine
 
 _SHORT = {"wires": "preset", "parallel": "tensor"}
@@ -190,10 +195,10 @@ def _named_file(kind: str, name: str, key: str) -> Path:
     for path in (folder / f"{name}.yaml" for folder in folders):
         if path.is_file():
             return path
-    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+    known = {path.stem for folder in folders for path in folder.glob("*.yaml")}
     said = f": no such file{search_folder_hint(name)}" if name.endswith(".yaml") else ""
     whole = "" if kind == "models" else "the path of a machine file or "
-    raise UserError(f"{key}: {name}{said}, need {whole}one of {known}")
+    raise UserError(f"{key}: {name}{said}, need {whole}{a_name_like(name, known)}")
 
 
 def _read_yaml(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 import re
 import shutil
+from collections.abc import Iterable
+from difflib import get_close_matches
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
 from megafrontier.common.errors import UserError, need
+from megafrontier.common.files import search_folder_hint
 
 
 @cache
@@ -35,14 +38,24 @@ def shipped_files() -> dict[str, Path]:
 
 
 def find_config(path: str | Path) -> Path:
-    """`path`, or the config that comes with the package if `path` is its name alone."""
+    """`path`, or the config that comes with the package if `path` is its name alone. Raises
+    UserError if there is neither."""
     given = Path(path)
     if given.exists():
         return given
-    try:
-        return shipped_files().get(str(path), given)
-    except UserError:
-        return given
+    files = shipped_files()
+    if str(path) not in files:
+        names = [name for name in files if "/" not in name and name != "slurm"]
+        line = f"{path}: cannot read the config: No such file{search_folder_hint(path)}"
+        raise UserError(f"{line}, need a YAML file or {a_name_like(str(path), names)}")
+    return files[str(path)]
+
+
+def a_name_like(given: str, names: Iterable[str]) -> str:
+    """What an error says instead of all `names`: the three that are nearest to the given one."""
+    stem = Path(given).name.removesuffix(".yaml")
+    nearest = get_close_matches(stem, sorted(names), n=3, cutoff=0)
+    return f"a name that `megafrontier configs` lists, such as {', '.join(nearest)}"
 
 
 def describe_shipped() -> list[str]:

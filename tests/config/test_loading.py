@@ -115,7 +115,7 @@ def test_a_preset_replaces_the_model_before_it_and_is_changed_by_what_comes_afte
         assert {key: getattr(model, key) for key in (*published, *expected)} == published | expected
     assert load_config(below).model.attention.out_bias
     assert refusal(load_config, beside, ["model=qwen-9"]).startswith(
-        "model.preset: qwen-9, need one of ['deepseek-v2-lite', "
+        "model.preset: qwen-9, need a name that `megafrontier configs` lists, such as qwen"
     )
 
 

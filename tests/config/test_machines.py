@@ -75,7 +75,11 @@ def test_an_override_changes_one_value_of_a_named_machine(write):
 @pytest.mark.parametrize(
     ("machine", "expected"),
     [
-        ("fronteer", "machine: fronteer, need the path of a machine file or one of ['alps',"),
+        (
+            "fronteer",
+            "machine: fronteer, need the path of a machine file or a name that "
+            "`megafrontier configs` lists, such as frontier, ",
+        ),
         ({}, "machine: levels: none, need 1 to 5 levels"),
         ({"levels": {f"l{i}": {"size": 2} for i in range(6)}}, "'l5'], need 1 to 5 levels"),
         ({"levels": {"none": {}}}, "need other names than 'none'"),

@@ -47,6 +47,17 @@ def test_a_file_inherits_from_a_shipped_one_by_name_and_from_its_neighbour_first
     assert "cannot read the config: No such file" in refusal(load_config, "mine.yaml")
 
 
+@pytest.mark.parametrize("given", ["gtp-125m", "gtp-125m.yaml", "configs/gtp-125m.yaml"])
+def test_a_config_that_does_not_exist_is_refused_with_the_names_that_are_nearest(
+    tmp_path, monkeypatch, given
+):
+    monkeypatch.chdir(tmp_path)
+    said = f"{given}: cannot read the config: No such file in {tmp_path}, need a YAML file or "
+    message = refusal(load_config, given)
+    assert message.startswith(f"{said}a name that `megafrontier configs` lists, such as gpt-125m, ")
+    assert message.count(", ") == 4, "three names"
+
+
 RUNS = [name for name in shipped_files() if "/" not in name and name != "slurm"]
 LARGE = [name for name in RUNS if load_config(shipped_files()[name]).machine == "frontier"]
 """Those that are for a cluster."""

@@ -21,7 +21,7 @@ MISFITS = [
         "data.train[1].wei: 2, no such key; did you mean weight? known keys: path, weight",
     ),
     ("partition.wires.x={a: b}", "partition.wires.x: {'a': 'b'}, no such key; known keys: preset"),
-    ("model=3", "model.preset: 3, need one of ['deepseek-v2-lite', "),
+    ("model=3", "model.preset: 3, need a name that `megafrontier configs` lists"),
     ("data.train=[a]", "data.train[0]: a, need keys among path, weight"),
     ("data.train={a: 1}", "data.train: {'a': '1'}, need a list"),
     ("data.skip=[[1, b]]", "data.skip[0][1]: b, need an integer"),
