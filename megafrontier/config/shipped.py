@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
+from textwrap import shorten
 
 from megafrontier.common.errors import UserError, need
 from megafrontier.common.files import search_folder_hint
@@ -59,13 +60,13 @@ def a_name_like(given: str, names: Iterable[str]) -> str:
 
 
 def describe_shipped() -> list[str]:
-    """A line for each file: its name, and how it describes itself."""
+    """A line of at most 100 columns for each file: its name, and how it describes itself."""
     lines = []
     for name, path in shipped_files().items():
         about = "batch files for Slurm clusters, as a folder"
         if path.is_file():
             about = _first_sentence(path.read_text(encoding="utf-8"))
-        lines.append(f"{name:28} {about}")
+        lines.append(f"{name:28} {shorten(about, 71, placeholder=' …')}")
     return lines
 
 

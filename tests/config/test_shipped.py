@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megafrontier.config import load_config, load_machine
-from megafrontier.config.shipped import copy_shipped, shipped_files
+from megafrontier.config.shipped import copy_shipped, describe_shipped, shipped_files
 from megafrontier.plan.refuse import check_layout
 from megafrontier.planner.search import ERROR, search
 from megafrontier.planner.table import gain_over_configured
@@ -45,6 +45,14 @@ def test_a_file_inherits_from_a_shipped_one_by_name_and_from_its_neighbour_first
     assert load_config("mine.yaml").model.hidden == 96
     Path("mine.yaml").write_text("defaults: folder/gpt-125m.yaml")
     assert "cannot read the config: No such file" in refusal(load_config, "mine.yaml")
+
+
+def test_the_list_of_files_fits_a_terminal():
+    lines = describe_shipped()
+    assert [line.split()[0] for line in lines] == [*shipped_files()]
+    assert max(map(len, lines)) <= 100
+    (line,) = (line for line in lines if line.startswith("gpt-20b "))
+    assert line.endswith(" Black et al. 2022 (arXiv:2204.06745), …"), "cut between words"
 
 
 @pytest.mark.parametrize("given", ["gtp-125m", "gtp-125m.yaml", "configs/gtp-125m.yaml"])
