@@ -133,6 +133,18 @@ def test_a_missing_relative_path_is_refused_with_the_folder_it_was_looked_for_in
     assert f" in {tmp_path}/elsewhere" in said
 
 
+@pytest.mark.parametrize(
+    "command", ["generate {} --prompt x", "evaluate {}", "export {} --out x", "checkpoint list {}"]
+)
+def test_a_hugging_face_folder_is_to_be_imported_first(command, tmp_path, capsys):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes(b"{}")
+    assert main(command.format(tmp_path).split()) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"megafrontier: {tmp_path}: a Hugging Face model, need ")
+    assert said.endswith(f"`megafrontier import {tmp_path} --out DIR`")
+
+
 def test_bad_input_is_code_2_even_if_stderr_is_lost():
     """Not 1, the code of a bug, nor 120, with which Python exits if it cannot flush."""
     words = [sys.executable, "-m", "megafrontier", "fly"]

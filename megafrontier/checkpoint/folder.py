@@ -86,8 +86,16 @@ def find(path: Path) -> list[Path]:
     except OSError as error:
         raise as_fatal_error(error, f"{path}: {error.strerror}, need a folder to read") from error
     if not found:
-        raise UserError(f"{path}: no checkpoints, need a folder with step-00000100 or the like")
+        raise UserError(f"{path}: {_no_checkpoints(path)}")
     return found[::-1]
+
+
+def _no_checkpoints(path: Path) -> str:
+    """What an error says of a folder without checkpoints."""
+    if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+        command = f"megafrontier import {path} --out DIR"
+        return f"a Hugging Face model, need a checkpoint: import it first, `{command}`"
+    return "no checkpoints, need a folder with step-00000100 or the like"
 
 
 def newest(path: Path) -> Path:
