@@ -161,7 +161,7 @@ def test_what_a_rank_keeps_for_backward_falls_as_the_number_of_context_ranks(
 
     found = {size: max(run_mesh((size,), kept, splits=Splits(1, size))) for size in sizes}
     for size in sizes[1:]:
-        assert found[size] == pytest.approx(found[1] / size, rel=0.03), found
+        assert 0.9 < found[size] * size / found[1] < 1.03, found
 
 
 LONG_AND_SHORT = torch.tensor([0, 48, 50, 58, 64], dtype=torch.int32)

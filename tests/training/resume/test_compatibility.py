@@ -259,7 +259,7 @@ def test_other_rotary_frequencies_are_a_warning(config_file, tmp_path, imported)
     log = runs.log(tmp_path / "run")
     assert "warning: model.rotary_base: 500000.0, was 10000.0" in log
     assert "warning: model.rotary_scaling: {'factor': 2.0, " in log
-    assert "'attention_factor': None}, was None" in log
+    assert "'truncate': True}, was None" in log
 
 
 def test_another_global_batch_neither_repeats_nor_skips_a_sample(
