@@ -88,7 +88,8 @@ class ScheduleConfig:
     name: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     """Learning rate after the warm-up. All but constant decay to `min_lr` by the end."""
     warmup_steps: int = bounded(0, at_least=0)
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up. With fewer `train.steps`, all of them, unless `decay_steps` is
+    given."""
     warmup_fraction: float = bounded(0.0, at_least=0, at_most=1)
     """The warm-up as a fraction of all steps (of `decay_steps`, if given), rounded to whole steps.
     Needs `warmup_steps: 0`."""
@@ -111,4 +112,5 @@ class ScheduleConfig:
 
     def warmup(self, steps: int) -> int:
         """Steps of the warm-up in a run of `steps`."""
-        return self.warmup_steps or round(self.warmup_fraction * self.decay_end(steps))
+        end = self.decay_end(steps)
+        return min(self.warmup_steps, end) or round(self.warmup_fraction * end)

@@ -225,23 +225,22 @@ def _check_steps(config: Config) -> None:
     is_plain = train.linear_precision is None or train.precision == "bf16"
     need(is_plain, "train.linear_precision", train.linear_precision, fits)
     steps, stop = train.steps, train.stop_at
-    _check_schedule(schedule, steps)
+    _check_schedule(schedule)
     fits = f"need at most optimizer.lr ({lr})"
     need(schedule.min_lr <= lr, "schedule.min_lr", schedule.min_lr, fits)
     is_inside = stop is None or 1 <= stop <= steps
     need(is_inside, "train.stop_at", stop, f"need 1 to train.steps ({steps})")
 
 
-def _check_schedule(schedule: ScheduleConfig, steps: int) -> None:
+def _check_schedule(schedule: ScheduleConfig) -> None:
     decay, warmup = schedule.decay_steps, schedule.warmup_steps
     decays = decay is None or schedule.name != "constant"
     need(decays, "schedule.decay_steps", decay, "need null with schedule.name=constant")
     has_both = warmup > 0 and schedule.warmup_fraction > 0
     fits = f"need 0 with schedule.warmup_fraction ({schedule.warmup_fraction:g})"
     need(not has_both, "schedule.warmup_steps", warmup, fits)
-    key = "train.steps" if decay is None else "schedule.decay_steps"
-    fits = f"need at most {key} ({schedule.decay_end(steps)})"
-    need(warmup <= schedule.decay_end(steps), "schedule.warmup_steps", warmup, fits)
+    fits = f"need at most schedule.decay_steps ({decay})"
+    need(decay is None or warmup <= decay, "schedule.warmup_steps", warmup, fits)
 
 
 def _check_checkpointing(config: Config) -> None:

@@ -55,6 +55,12 @@ def describe_run(
             "the cores of a rank"
         )
     yield from _warn_of_sizes(config, plan)
+    steps, warmup = config.train.steps, config.schedule.warmup_steps
+    if config.schedule.warmup(steps) < warmup:
+        yield (
+            f"warning: schedule.warmup_steps: {warmup}, but train.steps: {steps}; the warm-up is "
+            f"shortened to {config.schedule.warmup(steps)} steps"
+        )
     if config.partition.overlap == "full" and uses_rccl(name):
         yield (
             "warning: partition.overlap: full, but RCCL may start the kernels of several "

@@ -192,10 +192,6 @@ REFUSED = [
         "schedule.warmup_steps: 6, need 0 with schedule.warmup_fraction (0.01)",
     ),
     (
-        ["train.steps=5", "schedule.warmup_steps=6"],
-        "schedule.warmup_steps: 6, need at most train.steps (5)",
-    ),
-    (
         ["optimizer.lr=0.1", "schedule.min_lr=0.2"],
         "schedule.min_lr: 0.2, need at most optimizer.lr (0.1)",
     ),

@@ -61,8 +61,9 @@ def test_the_warm_up_may_be_a_fraction_of_the_steps_until_the_decay_ends():
     assert found == rates("linear", warmup=6, decay_steps=50)
 
 
-def test_a_run_of_warm_up_only_ends_at_the_full_rate():
-    assert rates("cosine", warmup=STEPS)[STEPS - 1] == PEAK
+@pytest.mark.parametrize("warmup", [STEPS, STEPS + 1])
+def test_a_run_of_warm_up_only_ends_at_the_full_rate(warmup):
+    assert rates("cosine", warmup=warmup)[STEPS - 1] == PEAK
 
 
 def test_by_tokens_the_rate_follows_what_smaller_batches_read():

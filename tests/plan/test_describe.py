@@ -57,6 +57,17 @@ def test_the_wires_of_each_level_are_logged_as_resolved(tmp_path, chosen, ranks,
         assert f"wires: {line}" in describe_run(config, plan, device)
 
 
+def test_a_warm_up_longer_than_the_run_is_shortened_with_a_warning(tmp_path):
+    path, said = runs.make_config_file(tmp_path), "warning: schedule.warmup_steps: "
+    for steps, expected in (
+        (5, []),
+        (4, [f"{said}5, but train.steps: 4; the warm-up is shortened to 4 steps"]),
+    ):
+        config = runs.load(path, "schedule.warmup_steps=5", f"train.steps={steps}")
+        lines = describe_run(config, resolve_plan(config, 8))
+        assert [line for line in lines if line.startswith(said)] == expected
+
+
 def test_several_communicators_at_once_are_warned_of_on_devices_on_which_they_have_hung(tmp_path):
     path = runs.make_config_file(tmp_path)
     for machine, overlap in (("frontier", "safe"), ("frontier", "full"), ("nvlink8", "full")):
