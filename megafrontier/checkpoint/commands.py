@@ -23,6 +23,7 @@ from megafrontier.checkpoint.load import (
 from megafrontier.checkpoint.sets import DTYPE_NAMES, ShardSet
 from megafrontier.checkpoint.shard_file import ShardFile, file_size, slices_of
 from megafrontier.common.errors import UserError, print_error
+from megafrontier.common.progress import track
 
 NOT_WHOLE = (UserError, CheckpointUnreadable)
 
@@ -145,7 +146,8 @@ def _check_files(path: Path, manifest: Manifest) -> tuple[list[str], int]:
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         check = partial(_check_shard, path, manifest)
         files = [(which, index) for which in manifest.sets for index in range(which.num_shards)]
-        for found, nbytes in pool.map(lambda file: check(*file), files):
+        checked = pool.map(lambda file: check(*file), files)
+        for found, nbytes in track(f"verify {path.name}", checked, len(files), "files"):
             problems += found
             payload_bytes += nbytes
     return problems, payload_bytes

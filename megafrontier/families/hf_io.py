@@ -18,6 +18,7 @@ from torch import Tensor
 from megafrontier.common.errors import UserError
 from megafrontier.common.files import work_folder
 from megafrontier.common.parsing import LARGEST_JSON, parse_json, read_text
+from megafrontier.common.progress import track
 from megafrontier.config import Config, MLPConfig, ModelConfig, check
 from megafrontier.config.model.gpt import MOST_LAYERS
 from megafrontier.data.tokenizers.base import Tokenizer
@@ -76,7 +77,9 @@ def import_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """
     family, config = described_model(folder)
     files = _TensorFiles(folder, family)
-    weights = {mapping.name: _load(mapping, files) for mapping in family.mappings(config)}
+    mappings = family.mappings(config)
+    loaded = track("import", mappings, len(mappings), "parameters")
+    weights = {mapping.name: _load(mapping, files) for mapping in loaded}
     if config.tie_embeddings:
         files.refuse_other_head(weights["embedding.tokens.weight"])
     files.refuse_unread()
@@ -142,7 +145,8 @@ def _exported(
     with_biases = parameter_shapes(biased)
     own = parameter_shapes(config)
     added = with_biases.keys() - own.keys()
-    for mapping in family.mappings(config):
+    mappings = family.mappings(config)
+    for mapping in track("export", mappings, len(mappings), "parameters"):
         is_added = mapping.name in added
         weight = torch.zeros(with_biases[mapping.name]) if is_added else weights[mapping.name]
         tensors = list(mapping.export(weight))

@@ -3,13 +3,12 @@
 import json
 import math
 import os
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megafrontier.common.errors import UserError, need, print_error
+from megafrontier.common.progress import Progress
 from megafrontier.config import Config, load_config, load_machine, save_config
 from megafrontier.parallel.env import identify
 from megafrontier.plan.describe import describe_run
@@ -37,8 +36,6 @@ from megafrontier.planner.table import (
 from megafrontier.training.logging.run_log import check_parents
 from megafrontier.training.resume.resume import check_own
 
-SECONDS_BETWEEN_LINES = 10.0
-
 
 def plan_command(
     path: str,
@@ -65,7 +62,8 @@ def plan_command(
     ranks = nodes * ranks_per_node(machine)
     if not config.has_auto_layout:
         check_layout(config, ranks)
-    layouts = search(config, ranks, report=_Progress())
+    with Progress("plan") as show:
+        layouts = search(config, ranks, report=lambda count: show(f"{count} layouts simulated"))
     if config.has_auto_layout:
         check_layout(layouts[0].config, ranks)
     if not layouts[0].fits and not as_json:
@@ -85,22 +83,6 @@ def plan_command(
     if failures is not None:
         lines += [str(failures), *_describe_goodput(layouts, failures)]
     return "\n".join(lines)
-
-
-class _Progress:
-    """Says on stderr how many layouts have been simulated: on a terminal in a line that the next
-    one replaces, elsewhere in a line every `SECONDS_BETWEEN_LINES`."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def __call__(self, count: int) -> None:
-        text, now = f"plan: {count} layouts simulated", time.monotonic()
-        if sys.stderr.isatty():
-            print(f"\r\033[K{text}\r", end="", file=sys.stderr, flush=True)
-        elif now - self._last >= SECONDS_BETWEEN_LINES:
-            self._last = now
-            print(text, file=sys.stderr, flush=True)
 
 
 def _describe_goodput(layouts: Sequence[CandidateLayout], failures: Failures) -> Iterator[str]:

@@ -11,6 +11,7 @@ import pytest
 
 from megafrontier.checkpoint.sets import shard_path
 from megafrontier.cli import main
+from megafrontier.common import progress
 from megafrontier.common.errors import LOST
 from tests.checkpoint.helpers import SHAPES, flip, save_all
 
@@ -88,6 +89,14 @@ def test_verify_says_whole_or_names_every_damaged_file(run, capsys):
     assert "step-00000100: whole" in out
     assert main(["checkpoint", "verify", str(run), "--json"]) == 2
     assert [r["whole"] for r in json.loads(capsys.readouterr().out)] == [True, False]
+
+
+def test_verify_says_how_far_it_is(run, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    assert main(["checkpoint", "verify", str(run)]) == 0
+    lines = [line.split(", ")[0] for line in capsys.readouterr().err.splitlines()]
+    steps = ("step-00000100", "step-00000200")
+    assert lines == [f"verify {step}: {done} of 2 files" for step in steps for done in (0, 1)]
 
 
 def test_a_path_without_checkpoints_is_refused_in_one_line(tmp_path, capsys):

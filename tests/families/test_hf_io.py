@@ -1,6 +1,7 @@
 """Hugging Face folders are written and read whole, or refused by file and tensor."""
 
 import json
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from megafrontier.common import progress
 from megafrontier.common.errors import UserError
 from megafrontier.families import hf_io
 from megafrontier.families.hf_io import described_model, export_model, import_model
@@ -19,8 +21,11 @@ from tests.families.conftest import (
 )
 
 
-def test_large_models_are_split_and_indexed(make_config, make_model, tokens, tmp_path, monkeypatch):
+def test_large_models_are_split_and_indexed(
+    make_config, make_model, tokens, tmp_path, monkeypatch, capsys
+):
     shape = make_config()
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     monkeypatch.setattr(hf_io, "SHARD_BYTES", 20_000)
     model = make_model(shape)
     export_model(shape, model.state_dict(), tmp_path / "out")
@@ -31,6 +36,9 @@ def test_large_models_are_split_and_indexed(make_config, make_model, tokens, tmp
     assert_same_logits(
         loaded(*import_model(tmp_path / "out")), load_reference(tmp_path / "out"), tokens
     )
+    shown = capsys.readouterr().err
+    for work in ("export", "import"):
+        assert re.search(rf"^{work}: 1 of \d+ parameters, \d:\d\d:\d\d left$", shown, re.M)
 
 
 def test_base_models_and_stored_masks_are_imported(exported, make_config, tokens):

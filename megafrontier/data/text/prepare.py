@@ -1,12 +1,12 @@
 """`megafrontier prepare`: tokenise text with many processes; their number changes no byte."""
 
 import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megafrontier.common.errors import UserError, print_error
+from megafrontier.common.progress import Progress
 from megafrontier.data.corpus.indexed import token_dtype
 from megafrontier.data.corpus.writer import CorpusWriter, DocumentWriter
 from megafrontier.data.text.chats import CHAT_COLUMNS, ChatEncoder, Template
@@ -16,7 +16,6 @@ from megafrontier.data.text.sources import Source, find_sources, select_part
 from megafrontier.data.tokenizers.tokenizer import load_tokenizer
 from megafrontier.data.workers import Workers
 
-_PROGRESS_SECONDS = 10.0
 _SHOWN_BAD_TEXTS = 10
 
 
@@ -73,7 +72,9 @@ def prepare(
         Workers(workers, encoder.encode) as pool,
         CorpusWriter(out, token_dtype(encoder.tokenizer.vocab_size), chat is not None) as corpus,
     ):
-        summary = _write(pool.map(reader.batches(), "try fewer --workers"), corpus, reader)
+        batches = pool.map(reader.batches(), "try fewer --workers")
+        with Progress("prepare") as show:
+            summary = _write(batches, corpus, reader, show)
         if summary.tokens == 0 and part[1] == 1:
             raise UserError(f"{', '.join(inputs)}: no text in it, need a corpus with some")
         corpus.publish()
@@ -86,21 +87,23 @@ def _refuse_plain_text(sources: Sequence[Source]) -> None:
             raise UserError(f"input {source.name!r}: plain text, need chats in .jsonl or .parquet")
 
 
-def _write(batches: Iterator[EncodedBatch], corpus: CorpusWriter, reader: Reader) -> Summary:
-    """Write the batches. Prints progress every few seconds, and what is wrong with bad texts, of
-    which it only counts those after the first few."""
+def _write(
+    batches: Iterator[EncodedBatch], corpus: CorpusWriter, reader: Reader, show: Progress
+) -> Summary:
+    """Write the batches. Prints what is wrong with bad texts, of which it only counts those after
+    the first few."""
     writer, made, messages = DocumentWriter(corpus), Summary(), 0
-    total, last = sum(source.file_bytes for source in reader.sources), time.monotonic()
+    total = sum(source.file_bytes for source in reader.sources)
     for batch in batches:
         writer.write_chunks(batch.tokens, batch.sizes, batch.ends, batch.bad, batch.mask)
         made.text_bytes += batch.text_bytes
         made.unknown += batch.unknown
         for message in batch.messages[: max(0, _SHOWN_BAD_TEXTS - messages)]:
+            show.clear()
             print_error(f"skipped {message}")
         messages += len(batch.messages)
-        if time.monotonic() - last >= _PROGRESS_SECONDS:
-            last, read = time.monotonic(), f"{reader.done_bytes / 1e6:.1f} of {total / 1e6:.1f} MB"
-            print_error(f"{read} read, {writer.tokens:,} tokens")
+        read = f"{reader.done_bytes / 1e6:.1f} of {total / 1e6:.1f} MB read"
+        show(f"{read}, {writer.tokens:,} tokens", reader.done_bytes / total if total else None)
     if messages > _SHOWN_BAD_TEXTS:
         print_error(f"… and {messages - _SHOWN_BAD_TEXTS} more skipped")
     made.documents, made.tokens, made.bad = corpus.index.documents, writer.tokens, writer.left_out

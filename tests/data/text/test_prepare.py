@@ -279,7 +279,8 @@ def test_a_refused_run_leaves_an_older_corpus_as_it_was(tmp_path: Path) -> None:
 def test_progress_is_a_line_every_few_seconds_without_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megafrontier.data.text.prepare._PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr("megafrontier.common.progress.SECONDS_BETWEEN_LINES", 0.0)
     prepare([write_lines(tmp_path / "x.jsonl", some_texts(50))], "bytes", tmp_path / "made", 1)
     shown = capsys.readouterr().err
-    assert re.search(r"^\d+\.\d of \d+\.\d MB read, [\d,]+ tokens$", shown, re.M)
+    line = r"^prepare: \d+\.\d of \d+\.\d MB read, [\d,]+ tokens, \d:\d\d:\d\d left$"
+    assert re.search(line, shown, re.M)
