@@ -22,6 +22,7 @@ from megafrontier.common.errors import (
     FatalError,
     UserError,
     as_missing_package,
+    need,
     print_error,
     redirect_to_devnull,
 )
@@ -399,26 +400,28 @@ def _checkpoint_verify(a: argparse.Namespace) -> int:
 @_command(
     "write a checkpoint as one of torch.distributed.checkpoint",
     _SAVED,
-    _arg("--dcp", "folder to write", type=Path, required=True, metavar="DIR"),
+    _arg("--dcp", "folder to write", type=Path, metavar="DIR"),
 )
 def _checkpoint_export(a: argparse.Namespace) -> None:
     """Write a checkpoint (the newest, if there are several) in the format of
     torch.distributed.checkpoint (DCP)."""
     from megafrontier.commands.dcp import export_dcp
 
+    need(a.dcp is not None, "--dcp", "missing", "export needs a folder")
     print(f"{a.dcp}: {export_dcp(a.path, a.dcp)}")
 
 
 @_command(
     "make a checkpoint from one of torch.distributed.checkpoint",
     _arg("path", "folder to write, as the checkpoints folder of a run", type=Path),
-    _arg("--dcp", "folder to read", type=Path, required=True, metavar="DIR"),
+    _arg("--dcp", "folder to read", type=Path, metavar="DIR"),
 )
 def _checkpoint_import(a: argparse.Namespace) -> None:
     """Make a checkpoint from one in the format of torch.distributed.checkpoint (DCP), of this or of
     another program."""
     from megafrontier.commands.dcp import import_dcp
 
+    need(a.dcp is not None, "--dcp", "missing", "import needs a folder")
     print(import_dcp(a.dcp, a.path))
 
 
