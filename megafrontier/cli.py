@@ -366,7 +366,10 @@ def _import(a: argparse.Namespace) -> None:
     print(import_command(a.folder, a.out, a.tokenizer))
 
 
-_group("checkpoint", "list, show or verify checkpoints; convert them to and from torch's (DCP)")
+_group(
+    "checkpoint",
+    "list, show, verify or average checkpoints; convert them to and from torch's (DCP)",
+)
 _SAVED = _arg("path", "a run, its checkpoints folder, or one checkpoint", type=Path)
 
 
@@ -423,6 +426,29 @@ def _checkpoint_import(a: argparse.Namespace) -> None:
 
     need(a.dcp is not None, "--dcp", "missing", "import needs a folder")
     print(import_dcp(a.dcp, a.path))
+
+
+@_command(
+    "write the average of several checkpoints of a run",
+    _arg("path", "a run, or its checkpoints folder", type=Path),
+    _arg("--out", "new folder to write", type=Path, required=True, metavar="DIR"),
+    _arg("--last", "take the newest N", type=int, metavar="N"),
+    _arg("--steps", "take those of these steps", type=int, nargs="+", metavar="STEP"),
+    _arg(
+        "--weights",
+        "all alike, or from the oldest on 1, 2, 3, … or their square roots; default: mean",
+        choices=("mean", "linear", "sqrt"),
+        default="mean",
+    ),
+)
+def _checkpoint_average(a: argparse.Namespace) -> None:
+    """Write a checkpoint whose weights, and moving averages, are the average of those of several
+    checkpoints of a run, whatever their layouts. All else is of the newest of these. The folder can
+    be evaluated, exported and resumed from like a run."""
+    from megafrontier.commands.average import average_command
+
+    with exit_on_sigterm():
+        print(average_command(a.path, a.out, a.last, a.steps, a.weights))
 
 
 @_command(

@@ -21,7 +21,9 @@ COMMANDS = (
 )  # fmt: skip
 
 
-ACTIONS = tuple(f"checkpoint {name}" for name in ("list", "show", "verify", "export", "import"))
+ACTIONS = tuple(
+    f"checkpoint {name}" for name in ("list", "show", "verify", "average", "export", "import")
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS + ACTIONS)

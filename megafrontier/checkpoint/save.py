@@ -40,6 +40,7 @@ from megafrontier.checkpoint.sets import (
 from megafrontier.checkpoint.shard_file import (
     ReadSlice,
     Shards,
+    Slice,
     slice_of,
     slices_of,
     write_shard,
@@ -80,6 +81,10 @@ class OwnShard:
         states = {state: tensors[0].dtype for state, tensors in shards.items()}
         units = [StoredUnit.of(layout, states) for layout in layouts]
         return cls(ShardSet("", num_shards, units), index, is_writer, shards)
+
+    def read(self, part: Slice) -> torch.Tensor:
+        """The values of a slice [count], on any device."""
+        return slice_of(self.shards, part)
 
     def check(self) -> None:
         """Raise ValueError if the shards are not what the set says."""
@@ -197,8 +202,7 @@ class PendingSave:
         if self._thread is None:
             for part in self._own:
                 if part.is_writer:
-                    read = partial(slice_of, part.shards)
-                    _write_own(self._unfinished, self._manifest, part, read)
+                    _write_own(self._unfinished, self._manifest, part, part.read)
             return
         if self._thread.ident is not None:
             self._thread.join()
@@ -226,6 +230,8 @@ class PendingSave:
 def _as_error(root: Path, rank: int, error: Exception) -> UserError | StorageFailed:
     """The error that all ranks raise for an exception of one. This covers every exception, because
     a rank that left with its own would leave the others waiting."""
+    if isinstance(error, UserError | StorageFailed):  # of what a shard is computed from
+        return error
     if isinstance(error, OSError) and error.strerror:
         # The error of a full disk names no file.
         line = f"rank {rank}: {error.filename or root}: {error.strerror}"
