@@ -1,7 +1,7 @@
 """`megafrontier checkpoint average`: one checkpoint whose weights are the mean of several."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -122,7 +122,7 @@ class _Average:
         has_ema = bool(trained) and all(_names(one, EMA) == trained for one in checkpoints)
         self._averaged = (_WEIGHT, EMA) if has_ema else (_WEIGHT,)
 
-    def manifest(self, about: dict[str, object]) -> Manifest:
+    def manifest(self, about: Mapping[str, object]) -> Manifest:
         """The manifest of the average: the newest checkpoint's, without states that do not fit, and
         with `about` as `average` of its extra."""
         newest = self.newest.manifest
