@@ -395,6 +395,15 @@ def written_rope(config: ModelConfig, fraction: float | None = None) -> dict[str
     return found if fraction is None else found | {"partial_rotary_factor": fraction}
 
 
+def written_part_rope(config: ModelConfig) -> dict[str, Any]:
+    """The rotary keys of config.json, in families of whose heads a part may rotate."""
+    fraction = written_fraction(config)
+    return {
+        "partial_rotary_factor": fraction,
+        "rope_parameters": written_rope(config, fraction),
+    }
+
+
 def written_layer_ropes(config: ModelConfig) -> dict[str, Any]:
     """`rope_parameters` of config.json, in families that have some for each type of layer."""
     base, full = config.attention.window_rotary_base, written_rope(config)

@@ -10,7 +10,6 @@ from megafrontier.families.base import (
     SLIDING,
     Constraint,
     HFConfigReader,
-    Rope,
     layer_types,
     written_layer_ropes,
 )
@@ -113,6 +112,7 @@ class Gemma3(Gemma2):
 
     architecture = "Gemma3ForCausalLM"
     model_type = "gemma3_text"
+    rotating, rope_layers = 1.0, FULL
     defaults: ClassVar[dict[str, float]] = {
         key: value
         for key, value in Gemma2.defaults.items()
@@ -132,13 +132,6 @@ class Gemma3(Gemma2):
         base = config.attention.window_rotary_base
         own = {} if base is None else {"rope_local_base_freq": base}
         return keys | own | {"rope_parameters": written_layer_ropes(config)}
-
-    def rope(self, reader: HFConfigReader) -> Rope:
-        """Those of layers without a window."""
-        base = self.defaults["rope_theta"]
-        return reader.rope(
-            "rope_theta", "partial_rotary_factor", 1.0, *SCALINGS, base=base, layers=FULL
-        )
 
     def own_model(self, reader: HFConfigReader, model: ModelConfig) -> ModelConfig:
         """Also norms of queries and keys, and the base of layers with a window."""

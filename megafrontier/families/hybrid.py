@@ -12,12 +12,10 @@ from megafrontier.families.base import (
     FULL,
     HFConfigReader,
     ParamMapping,
-    Rope,
     same,
-    written_fraction,
-    written_rope,
+    written_part_rope,
 )
-from megafrontier.families.llama import SCALINGS, Llama, attention_names, packed
+from megafrontier.families.llama import Llama, attention_names, packed
 from megafrontier.families.mixtures.experts import Qwen2MoE
 
 LINEAR = "linear_attention"
@@ -120,6 +118,7 @@ class Qwen35(Hybrid):
     ignored: tuple[str, ...] = (*Hybrid.ignored, "visual.")
     architecture = "Qwen3_5ForCausalLM"
     model_type = "qwen3_5_text"
+    rotating = 0.25
     defaults: ClassVar[dict[str, float]] = _QWEN | {
         "num_hidden_layers": 32,
         "hidden_size": 4096,
@@ -146,13 +145,7 @@ class Qwen35(Hybrid):
 
     def own_keys(self, config: ModelConfig) -> dict[str, Any]:
         """Also the rotating fraction."""
-        fraction = written_fraction(config)
-        rope = {"rope_parameters": written_rope(config, fraction)}
-        return super().own_keys(config) | {"partial_rotary_factor": fraction} | rope
-
-    def rope(self, reader: HFConfigReader) -> Rope:
-        """A quarter of each head rotates by default."""
-        return reader.rope("rope_theta", "partial_rotary_factor", 0.25, *SCALINGS)
+        return super().own_keys(config) | written_part_rope(config)
 
     def own_model(self, reader: HFConfigReader, model: ModelConfig) -> ModelConfig:
         """Its norms, the output gate and the kinds of attention."""

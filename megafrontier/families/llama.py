@@ -57,6 +57,10 @@ class Llama:
     """Of config.json's numbers."""
     allowed: ClassVar[dict[str, Sequence[Any] | None]] = {}
     """Options that the family has and Llama lacks, as for `constraints_of`."""
+    rotating: float | None = None
+    """The default fraction of each head that rotates, where files may say another. None: all."""
+    rope_layers = ""
+    """The type of layers whose rotary settings are the model's, if files have some for each."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     eps_key = "rms_norm_eps"
     activations: ClassVar[dict[Activation, tuple[str, ...]]] = {"swiglu": ("silu", "swish")}
@@ -140,11 +144,12 @@ class Llama:
         return reader.number(key, self.defaults[key])
 
     def rope(self, reader: HFConfigReader) -> Rope:
-        """The rotary settings. Raises UserError if only a part of each head rotates."""
-        base = self.defaults["rope_theta"]
-        found = reader.rope("rope_theta", "partial_rotary_factor", 1.0, *SCALINGS, base=base)
-        if found.fraction != 1.0:
-            raise reader.error("partial_rotary_factor", found.fraction, "need 1.0")
+        """The rotary settings. Raises UserError if a part of each head rotates that may not."""
+        key, base = "partial_rotary_factor", self.defaults["rope_theta"]
+        whole = 1.0 if self.rotating is None else self.rotating
+        found = reader.rope("rope_theta", key, whole, *SCALINGS, base=base, layers=self.rope_layers)
+        if self.rotating is None and found.fraction != 1.0:
+            raise reader.error(key, found.fraction, "need 1.0")
         return found
 
     def _read_common(self, reader: HFConfigReader, bias: bool) -> ModelConfig:

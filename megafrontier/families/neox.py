@@ -10,7 +10,6 @@ from megafrontier.families.base import (
     Constraint,
     HFConfigReader,
     ParamMapping,
-    Rope,
     constraints_of,
     embedding_and_head,
     gelu_name,
@@ -18,9 +17,10 @@ from megafrontier.families.base import (
     read_gelu,
     same_module,
     written_fraction,
+    written_part_rope,
     written_rope,
 )
-from megafrontier.families.llama import SCALINGS, Llama
+from megafrontier.families.llama import Llama
 
 
 class NeoX:
@@ -120,6 +120,7 @@ class StableLM(Llama):
 
     architecture = "StableLmForCausalLM"
     model_type = "stablelm"
+    rotating = 0.25
     defaults: ClassVar[dict[str, float]] = Llama.defaults | {
         "hidden_size": 2560,
         "intermediate_size": 6912,
@@ -145,16 +146,7 @@ class StableLM(Llama):
 
     def own_keys(self, config: ModelConfig) -> dict[str, Any]:
         """Biases and the rotating fraction."""
-        fraction = written_fraction(config)
-        return {
-            "use_qkv_bias": config.has_qkv_bias,
-            "partial_rotary_factor": fraction,
-            "rope_parameters": written_rope(config, fraction),
-        }
-
-    def rope(self, reader: HFConfigReader) -> Rope:
-        """A quarter of each head rotates by default."""
-        return reader.rope("rope_theta", "partial_rotary_factor", 0.25, *SCALINGS)
+        return {"use_qkv_bias": config.has_qkv_bias} | written_part_rope(config)
 
     def own_model(self, reader: HFConfigReader, model: ModelConfig) -> ModelConfig:
         """Biases of queries, keys and values."""

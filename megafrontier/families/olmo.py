@@ -13,7 +13,6 @@ from megafrontier.families.base import (
     Constraint,
     HFConfigReader,
     ParamMapping,
-    Rope,
     layer_types,
     written_layer_ropes,
 )
@@ -61,6 +60,7 @@ class OLMo3(OLMo2):
         "attention.global_every": None,
         "attention.window_rotary_base": None,
     }
+    rotating, rope_layers = 1.0, FULL
     period = 4
     """The default of every how many layers one has no window."""
 
@@ -72,13 +72,6 @@ class OLMo3(OLMo2):
             "layer_types": layer_types(config),
             "rope_parameters": written_layer_ropes(config),
         }
-
-    def rope(self, reader: HFConfigReader) -> Rope:
-        """Those of layers without a window."""
-        base = self.defaults["rope_theta"]
-        return reader.rope(
-            "rope_theta", "partial_rotary_factor", 1.0, *SCALINGS, base=base, layers=FULL
-        )
 
     def own_model(self, reader: HFConfigReader, model: ModelConfig) -> ModelConfig:
         """Also the windows."""

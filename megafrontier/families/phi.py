@@ -10,8 +10,7 @@ from megafrontier.families.base import (
     ParamMapping,
     Rope,
     same,
-    written_fraction,
-    written_rope,
+    written_part_rope,
 )
 from megafrontier.families.llama import Llama, attention_names
 
@@ -45,14 +44,12 @@ class Phi3(Llama):
 
     def own_keys(self, config: ModelConfig) -> dict[str, Any]:
         """The window, the original length, and the rotating fraction."""
-        fraction = written_fraction(config)
         return {
             "sliding_window": config.attention.window,
             "original_max_position_embeddings": config.sequence_length,
             "resid_pdrop": config.dropout,
             "embd_pdrop": config.dropout,
-            "partial_rotary_factor": fraction,
-            "rope_parameters": written_rope(config, fraction),
+            **written_part_rope(config),
         }
 
     def rope(self, reader: HFConfigReader) -> Rope:

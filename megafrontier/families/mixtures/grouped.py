@@ -13,12 +13,10 @@ from megafrontier.families.base import (
     Constraint,
     HFConfigReader,
     ParamMapping,
-    Rope,
     same,
-    written_fraction,
-    written_rope,
+    written_part_rope,
 )
-from megafrontier.families.llama import SCALINGS, gated_mlp
+from megafrontier.families.llama import gated_mlp
 from megafrontier.families.mixtures.experts import (
     LlamaExperts,
     expert_biases,
@@ -153,6 +151,7 @@ class GLM4MoE(GroupedExperts):
 
     architecture = "Glm4MoeForCausalLM"
     model_type = "glm4_moe"
+    rotating = 0.5
     defaults: ClassVar[dict[str, float]] = {
         "num_hidden_layers": 46,
         "hidden_size": 4096,
@@ -192,20 +191,13 @@ class GLM4MoE(GroupedExperts):
 
     def own_keys(self, config: ModelConfig) -> dict[str, Any]:
         """Those of experts, the norms and biases of attention, and the rotating fraction."""
-        fraction = written_fraction(config)
-        return self.expert_keys(config) | {
+        own = {
             "first_k_dense_replace": experts_of(config).first,
             "num_nextn_predict_layers": int(config.prediction is not None),
             "use_qk_norm": config.qk_norm == "head",
             "attention_bias": config.has_qkv_bias,
-            "partial_rotary_factor": fraction,
-            "rope_parameters": written_rope(config, fraction),
         }
-
-    def rope(self, reader: HFConfigReader) -> Rope:
-        """Half of each head rotates by default."""
-        base = self.defaults["rope_theta"]
-        return reader.rope("rope_theta", "partial_rotary_factor", 0.5, *SCALINGS, base=base)
+        return self.expert_keys(config) | own | written_part_rope(config)
 
     def read_config(self, reader: HFConfigReader) -> ModelConfig:
         """Read the keys, with the family's defaults."""
