@@ -101,8 +101,7 @@ class Hybrid(Llama):
 
     def delta_inputs(self, delta: DeltaConfig, name: str, hf_name: str) -> list[ParamMapping]:
         """Those of the projections before delta attention."""
-        keys, values = delta.key_heads * delta.key_size, delta.value_heads * delta.value_size
-        rows = {"qkv": 2 * keys + values, "z": values, "b": delta.value_heads}
+        rows = {"qkv": sum(delta.mixed), "z": delta.mixed[-1], "b": delta.value_heads}
         rows["a"] = delta.value_heads
         return packed(name, {f"{hf_name}.in_proj_{part}": n for part, n in rows.items()})
 

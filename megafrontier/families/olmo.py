@@ -186,18 +186,16 @@ class OlmoHybrid(Hybrid, OLMo2):
 
     def delta_inputs(self, delta: DeltaConfig, name: str, hf_name: str) -> list[ParamMapping]:
         """One for each kind."""
-        keys, values = delta.key_heads * delta.key_size, delta.value_heads * delta.value_size
-        rows = {"q": keys, "k": keys, "v": values, "g": values}
+        rows = dict(zip("qkv", delta.mixed, strict=True)) | {"g": delta.mixed[-1]}
         rows |= dict.fromkeys("ba", delta.value_heads)
         return packed(name, {f"{hf_name}.{part}_proj": count for part, count in rows.items()})
 
     def convolution(self, delta: DeltaConfig, name: str, hf_name: str) -> ParamMapping:
         """One of queries, one of keys and one of values, or one of all."""
-        keys, values = delta.key_heads * delta.key_size, delta.value_heads * delta.value_size
         return ParamMapping(
             name,
             tuple(f"{hf_name}.{part}_conv1d.weight" for part in "qkv"),
-            lambda t: t[:, None].split([keys, keys, values]),
+            lambda t: t[:, None].split(delta.mixed),
             lambda ts: torch.cat(list(ts)).squeeze(1),
             (f"{hf_name}.conv1d.weight",),
         )

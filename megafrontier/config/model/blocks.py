@@ -56,6 +56,12 @@ class DeltaConfig:
     norm_eps: float | None = bounded(None, above=0)
     """Epsilon of the norm of each head's result. Default: `model.norm_eps`."""
 
+    @property
+    def mixed(self) -> tuple[int, int, int]:
+        """Widths of all heads of queries, of keys and of values, which the convolution mixes."""
+        keys = self.key_heads * self.key_size
+        return keys, keys, self.value_heads * self.value_size
+
 
 @dataclass
 class AttentionConfig:

@@ -51,13 +51,11 @@ class DeltaAttention(Attention):
         super().__init__()
         delta = _delta(config)
         self.delta = delta
-        keys, values = delta.key_heads * delta.key_size, delta.value_heads * delta.value_size
-        heads = delta.value_heads
-        widths = [keys, keys, values, values, heads, heads]
+        values, heads = delta.mixed[-1], delta.value_heads
+        widths = [*delta.mixed, values, heads, heads]
         self.inputs = Linear(config.hidden, widths, matrix_std(config), cut="columns")
         self.convolution: nn.Parameter | nn.ParameterList = _parameter(
-            (2 * keys + values, delta.convolution), std=delta.convolution**-0.5,
-            parts=(keys, keys, values),
+            (sum(delta.mixed), delta.convolution), std=delta.convolution**-0.5, parts=delta.mixed,
         )  # fmt: skip
         self.log_decay = _parameter((heads,), DECAY_MEAN, DECAY_STD)
         self.step_bias = _parameter((heads,), STEP_MEAN, STEP_STD)
@@ -149,8 +147,8 @@ class DeltaAttention(Attention):
         cls, config: ModelConfig, batch: int, capacity: int, dtype: torch.dtype, device: Any
     ) -> LayerCache:
         delta = _delta(config)
-        channels = 2 * delta.key_heads * delta.key_size + delta.value_heads * delta.value_size
-        tokens = torch.zeros(batch, delta.convolution - 1, channels, dtype=dtype, device=device)
+        size = batch, delta.convolution - 1, sum(delta.mixed)
+        tokens = torch.zeros(size, dtype=dtype, device=device)
         shape = batch, delta.value_heads, delta.key_size, delta.value_size
         return DeltaCache(tokens, torch.zeros(shape, device=device))
 

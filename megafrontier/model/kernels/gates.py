@@ -48,9 +48,7 @@ class _Clipped(torch.autograd.Function):
         slope = share * (1 + SLOPE * low * (1 - share))
         by_gate = torch.where(gate <= LIMIT, grad_output * (near + 1) * slope, 0)
         by_up = torch.where(up.abs() <= LIMIT, grad_output * low * share, 0)
-        if torch.compiler.is_compiling():
-            return join_halves(by_gate, by_up)
-        return torch.cat([by_gate, by_up], -1)
+        return join_halves(by_gate, by_up)
 
 
 class _Gated(torch.autograd.Function):
