@@ -151,7 +151,9 @@ def test_the_log_of_a_run_ends_with_its_goodput_and_each_step_has_it(tmp_path):
     found = read_goodput(tmp_path / "run")
     assert last == str(found)
     assert last.startswith("goodput ")
-    assert found.seconds["steps"] == pytest.approx(sum(line["step_seconds"] for line in lines))
+    steps = sum(line["step_seconds"] for line in lines)
+    # The seconds come from another clock than `at`, and a step may not begin before the last `at`.
+    assert found.seconds["steps"] == pytest.approx(steps, rel=0.02)
     assert found.seconds["saves"] > 0 < found.seconds["evaluation"]
     assert 0 < lines[0]["goodput"] < lines[-1]["goodput"] < 1
     assert lines[3]["between_seconds"]["saves"] > 0
