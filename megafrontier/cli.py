@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megafrontier.common.arguments import arg as _arg
 from megafrontier.common.arguments import command as _command
@@ -138,6 +139,10 @@ def _prepare(a: argparse.Namespace) -> None:
         f"{out}: {made.documents} documents, {made.tokens} tokens from "
         f"{made.text_bytes / 1e6:.1f} MB of text{skipped}"
     )
+    if a.chat is not None:
+        share = made.trained / max(made.tokens, 1)
+        print(f"trained: {made.trained} of {made.tokens} tokens ({share:.0%}), between ▶ and ◀")
+        print(f"first chat:\n{made.sample}")
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -308,11 +313,7 @@ def _evaluate(a: argparse.Namespace) -> int:
     return evaluate_command(a.target, overrides, a.nproc, print, with_tasks, a.weights)
 
 
-@_command(
-    "continue a text",
-    _CHECKPOINT,
-    _arg("--prompt", "text to continue; may be empty", required=True),
-    _arg("--max-new-tokens", "default: 200", type=int, default=200, metavar="N"),
+_SAMPLING = (
     _arg("--temperature", "0 is greedy; default: 1", type=float, default=1.0),
     _arg("--top-k", "default: 0, all tokens", type=int, default=0, metavar="K"),
     _arg("--top-p", "default: 1", type=float, default=1.0, metavar="P"),
@@ -325,17 +326,56 @@ def _evaluate(a: argparse.Namespace) -> int:
     ),
     _WEIGHTS,
 )
+
+
+@_command(
+    "continue a text",
+    _CHECKPOINT,
+    _arg("--prompt", "text to continue; may be empty", required=True),
+    _arg("--max-new-tokens", "default: 200", type=int, default=200, metavar="N"),
+    *_SAMPLING,
+)
 def _generate(a: argparse.Namespace) -> None:
     """Continue a text with the model of a checkpoint, and print it as it grows."""
     from megafrontier.commands.generate import generate_command
 
-    keys = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "device", "weights")
-    chosen = {key: getattr(a, key) for key in keys}
     show = partial(print, end="", flush=True)
-    note = generate_command(a.checkpoint, a.prompt, show, **chosen)
+    note = generate_command(a.checkpoint, a.prompt, show, **_sampling(a))
     print()
     if note:
-        print_error(f"megafrontier: {note}")
+        _note(note)
+
+
+def _sampling(a: argparse.Namespace) -> dict[str, Any]:
+    keys = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "device", "weights")
+    return {key: getattr(a, key) for key in keys}
+
+
+@_command(
+    "talk with a model",
+    _CHECKPOINT,
+    _arg(
+        "--chat",
+        "as for prepare; default: the tokenizer's template, if it has one, else simple",
+        choices=("tokenizer", "simple"),
+    ),
+    _arg("--system", "the system's turn, before all others", default="", metavar="TEXT"),
+    _arg("--context", "tokens of the chat to keep; default: up to 8192", type=int, metavar="N"),
+    _arg("--max-new-tokens", "of a reply; default: 512", type=int, default=512, metavar="N"),
+    *_SAMPLING,
+)
+def _chat(a: argparse.Namespace) -> None:
+    """Talk with the model of a checkpoint. Each line of the standard input is a turn, and the reply
+    is printed as it grows. /reset begins another chat, /exit or the end of the input ends it."""
+    from megafrontier.commands.chat import chat_command, read_turns
+
+    show = partial(print, end="", flush=True)
+    options = {"template": a.chat, "system": a.system, "context": a.context, **_sampling(a)}
+    chat_command(a.checkpoint, read_turns(), show, _note, **options)
+
+
+def _note(line: str) -> None:
+    print_error(f"megafrontier: {line}")
 
 
 @_command(
@@ -354,16 +394,18 @@ def _export(a: argparse.Namespace) -> None:
 
 
 @_command(
-    "Hugging Face model folder to checkpoint",
-    _arg("folder", "with config.json, safetensors and tokenizer files", type=Path),
+    "Hugging Face model to checkpoint and config",
+    _arg("model", "folder with config.json, safetensors and tokenizer, or a name in the hub"),
     _arg("--out", "folder, or DIR/step-00000000", type=Path, required=True, metavar="DIR"),
     _arg("--tokenizer", "as for prepare, or `none`; default: the folder's", metavar="PATH"),
 )
 def _import(a: argparse.Namespace) -> None:
-    """Make a checkpoint of step 0 from a Hugging Face folder, to train, evaluate or generate."""
+    """Make a checkpoint of step 0 from a Hugging Face model, to train, evaluate or generate, and a
+    config.yaml beside it, which trains it on."""
     from megafrontier.commands.convert import import_command
 
-    print(import_command(a.folder, a.out, a.tokenizer))
+    print(made := import_command(a.model, a.out, a.tokenizer))
+    _note(f"to train: megafrontier train {made.parent}/config.yaml 'data.train=[{{path: PREFIX}}]'")
 
 
 _group(

@@ -34,8 +34,8 @@ from megafrontier.certify.plain import (
     why_no_plain_update,
 )
 from megafrontier.certify.runs import Tensors, TrainedRun, run_apart, run_training
-from megafrontier.checkpoint.folder import candidates
 from megafrontier.commands.convert import export_command
+from megafrontier.common.checkpoints import candidates
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config
 from megafrontier.families import family_for

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from megafrontier.certify.recorder import FOLDER, Part
 from megafrontier.certify.shrink import LENGTH
-from megafrontier.checkpoint.folder import candidates, step_folder
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
+from megafrontier.common.checkpoints import candidates, step_folder
 from megafrontier.common.signals import die_with_parent
 from megafrontier.config import Config, CorpusConfig
 from megafrontier.data.corpus.writer import CorpusWriter, DocumentWriter

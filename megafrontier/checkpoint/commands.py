@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from megafrontier.checkpoint.folder import of_each, of_newest, step_of
 from megafrontier.checkpoint.format import CheckpointUnreadable, Manifest
 from megafrontier.checkpoint.load import (
     attached_problems,
@@ -22,6 +21,7 @@ from megafrontier.checkpoint.load import (
 )
 from megafrontier.checkpoint.sets import DTYPE_NAMES, ShardSet
 from megafrontier.checkpoint.shard_file import ShardFile, file_size, slices_of
+from megafrontier.common.checkpoints import of_each, of_newest, step_of
 from megafrontier.common.errors import UserError, print_error
 from megafrontier.common.progress import track
 

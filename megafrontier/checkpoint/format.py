@@ -29,7 +29,6 @@ from megafrontier.checkpoint.sets import (
 )
 from megafrontier.common.errors import FatalError, StorageFailed, UserError
 
-FILE_NAME = "checkpoint.json"
 FORMAT = "megafrontier checkpoint"
 VERSION = 2
 """What is written. Version 1 is read too."""

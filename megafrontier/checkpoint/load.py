@@ -14,10 +14,8 @@ from pathlib import Path
 import torch
 
 from megafrontier.checkpoint.boxes import BoxEntry, with_boxes
-from megafrontier.checkpoint.folder import candidates, step_of
 from megafrontier.checkpoint.format import (
     BUFFER,
-    FILE_NAME,
     MANIFEST_LIMIT,
     AttachedFile,
     CheckpointCorrupt,
@@ -28,6 +26,7 @@ from megafrontier.checkpoint.format import (
 )
 from megafrontier.checkpoint.requests import Request, read_slices, requests_of, shards_with
 from megafrontier.checkpoint.shard_file import ShardFile, file_size
+from megafrontier.common.checkpoints import MANIFEST, candidates, step_of
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Entry, Layout
@@ -50,17 +49,17 @@ def read_manifest(path: Path) -> Manifest:
     """The checked manifest of the checkpoint at `path`. Raises CheckpointCorrupt if it is missing
     or damaged, CheckpointUnreadable, and UserError if a later version wrote it."""
     try:
-        if not (path / FILE_NAME).exists():
-            reason = f"{path}: no {FILE_NAME}: half-written, or not a megafrontier checkpoint"
+        if not (path / MANIFEST).exists():
+            reason = f"{path}: no {MANIFEST}: half-written, or not a megafrontier checkpoint"
             raise CheckpointCorrupt(reason)
-        size = check_file(path, FILE_NAME)
+        size = check_file(path, MANIFEST)
         if size > MANIFEST_LIMIT:
-            reason = f"{path / FILE_NAME}: {size} bytes, need at most {MANIFEST_LIMIT}"
+            reason = f"{path / MANIFEST}: {size} bytes, need at most {MANIFEST_LIMIT}"
             raise CheckpointCorrupt(reason)
-        text = (path / FILE_NAME).read_bytes()
+        text = (path / MANIFEST).read_bytes()
     except OSError as error:
-        raise as_read_error(path / FILE_NAME, error) from error
-    return Manifest.decode(text, path / FILE_NAME)
+        raise as_read_error(path / MANIFEST, error) from error
+    return Manifest.decode(text, path / MANIFEST)
 
 
 def attached_problems(path: Path, manifest: Manifest) -> Iterator[str]:

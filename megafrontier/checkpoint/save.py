@@ -22,13 +22,7 @@ from pathlib import Path
 import torch
 
 from megafrontier.checkpoint import folder
-from megafrontier.checkpoint.format import (
-    FILE_NAME,
-    AttachedFile,
-    CheckpointWriteError,
-    Manifest,
-    crc32_hex,
-)
+from megafrontier.checkpoint.format import AttachedFile, CheckpointWriteError, Manifest, crc32_hex
 from megafrontier.checkpoint.host_copy import HostCopy
 from megafrontier.checkpoint.sets import (
     FILES_PER_FOLDER,
@@ -45,6 +39,7 @@ from megafrontier.checkpoint.shard_file import (
     slices_of,
     write_shard,
 )
+from megafrontier.common.checkpoints import MANIFEST
 from megafrontier.common.errors import StorageFailed, UserError, as_fatal_error
 from megafrontier.common.files import sync_file, sync_folder
 from megafrontier.parallel.fault_injection import fault_point
@@ -280,7 +275,7 @@ def _finish(unfinished: Path, manifest: Manifest) -> None:
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
         files=[_sync_attached(path, unfinished) for path in _attached(unfinished)],
     )
-    with open(unfinished / FILE_NAME, "xb") as file:
+    with open(unfinished / MANIFEST, "xb") as file:
         file.write(manifest.encode())
         sync_file(file)
     for path, _, _ in os.walk(unfinished):

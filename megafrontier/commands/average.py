@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from megafrontier.checkpoint.folder import find, step_of
 from megafrontier.checkpoint.format import BUFFER, CheckpointCorrupt, Manifest
 from megafrontier.checkpoint.load import Checkpoint, attached_problems, open_checkpoint
 from megafrontier.checkpoint.requests import Request
 from megafrontier.checkpoint.save import OwnShard, save
 from megafrontier.checkpoint.sets import ShardSet
 from megafrontier.checkpoint.shard_file import Slice, slices_of
+from megafrontier.common.checkpoints import find, step_of
 from megafrontier.common.errors import need
 from megafrontier.optim.groups import EMA
 from megafrontier.parallel.world import World

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import torch
 
-from megafrontier.checkpoint.folder import candidates, of_newest, step_folder, step_of
 from megafrontier.checkpoint.format import BUFFER, Manifest
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
 from megafrontier.checkpoint.save import OwnShard, save
 from megafrontier.checkpoint.states import buffers_shard
 from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.commands.checkpoints import check_state, saved_config
-from megafrontier.common.errors import UserError
+from megafrontier.commands.fine_tuning import CONFIG, write_config
+from megafrontier.common.checkpoints import candidates, of_newest, step_folder, step_of
+from megafrontier.common.errors import UserError, need
 from megafrontier.config import Config, ModelConfig, config_to_dict
 from megafrontier.data.tokenizers.tokenizer import (
     cached_tokenizer,
@@ -23,6 +24,7 @@ from megafrontier.data.tokenizers.tokenizer import (
 )
 from megafrontier.families import family_for
 from megafrontier.families.hf_io import described_model, export_model, import_model
+from megafrontier.families.hub import model_folder
 from megafrontier.model.flops import parameter_shapes
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
@@ -81,20 +83,24 @@ def export_command(path: Path, out: Path, precision: str, state: str = "weight")
     return of_newest(path, write)
 
 
-def import_command(folder: Path, out: Path, tokenizer: str | None = None) -> Path:
-    """Make a checkpoint of step 0, with weights only, from a Hugging Face model folder.
+def import_command(name: str | Path, out: Path, tokenizer: str | None = None) -> Path:
+    """Make a checkpoint of step 0, with weights only, from a Hugging Face model, and a config.yaml
+    beside it that trains on. Returns the checkpoint's path.
 
+    name: a folder, or the name of a model in the hub.
     out: the folder to write the checkpoint into, or the checkpoint itself (step-00000000 in it).
     tokenizer: a tokenizer to use instead of the folder's, or `none`.
 
     Raises UserError for a model that GPT cannot express, a tokenizer that does not fit, and a
-    folder that holds checkpoints already or cannot be written.
+    folder that holds checkpoints or a config already or cannot be written.
     """
     if step_of(out):
         raise UserError(f"--out {out}: the name of another step, need {step_folder(out.parent, 0)}")
     out = out if step_of(out) is None else out.parent
     if any(candidates(out)):
         raise UserError(f"{out}: holds checkpoints; need another --out")
+    need(not (out / CONFIG).exists(), "--out", out, f"holds a {CONFIG}; need another")
+    folder = model_folder(str(name))
     # Check everything first, because reading the weights may take an hour.
     described = described_model(folder)
     spec = str(folder) if tokenizer is None else tokenizer
@@ -107,8 +113,16 @@ def import_command(folder: Path, out: Path, tokenizer: str | None = None) -> Pat
     if tokenizer is not None:
         check_vocabulary(Config(model=described[1], tokenizer=tokenizer))
     out.mkdir(parents=True, exist_ok=True)
-    model, tensors = import_model(folder)
-    config = Config(model=model, tokenizer=spec)
+    saved = _save_imported(*import_model(folder), out, spec)
+    write_config(saved, described[1], has_tokenizer=tokenizer != "none")
+    return saved
+
+
+def _save_imported(
+    model: ModelConfig, tensors: dict[str, torch.Tensor], out: Path, tokenizer: str
+) -> Path:
+    """Write a checkpoint of step 0 into `out`, and empty `tensors`. Returns its path."""
+    config = Config(model=model, tokenizer=tokenizer)
     layout = Layout.build("imported", parameter_shapes(model).items(), 1)
     flat = torch.zeros(layout.numel)
     for entry, place in zip(layout.entries, layout.views(flat), strict=True):
@@ -117,7 +131,7 @@ def import_command(folder: Path, out: Path, tokenizer: str | None = None) -> Pat
     manifest = Manifest(0, 0, config_to_dict(config), slice_elements=IMPORTED_SLICE)
 
     def attach(checkpoint: Path) -> None:
-        save_cached_tokenizer(spec, checkpoint / "tokenizer")
+        save_cached_tokenizer(tokenizer, checkpoint / "tokenizer")
 
     own = [OwnShard.of([layout], {"weight": [flat]}), *buffers_shard(tensors)]
     return save(out, manifest, own, World.single(), attach)

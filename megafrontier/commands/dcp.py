@@ -32,13 +32,13 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from megafrontier.checkpoint.boxes import BoxEntry
-from megafrontier.checkpoint.folder import candidates, of_newest
 from megafrontier.checkpoint.format import BUFFER, Manifest
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
 from megafrontier.checkpoint.requests import Request
 from megafrontier.checkpoint.save import OwnShard, save
 from megafrontier.checkpoint.sets import ShardSet, StoredUnit
 from megafrontier.commands.dcp_folder import DCPFolder, DCPTensor
+from megafrontier.common.checkpoints import candidates, of_newest
 from megafrontier.common.errors import UserError, need, print_error
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout

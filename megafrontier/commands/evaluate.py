@@ -8,10 +8,10 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from megafrontier.checkpoint.folder import of_newest
 from megafrontier.checkpoint.load import Checkpoint, load_checkpoint
 from megafrontier.checkpoint.states import fill_shards, persistent_buffers, restore_engine
 from megafrontier.commands.checkpoints import check_state, device_name, saved_config
+from megafrontier.common.checkpoints import of_newest
 from megafrontier.common.errors import UserError, need
 from megafrontier.config import (
     Config,

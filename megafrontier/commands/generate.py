@@ -3,14 +3,15 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megafrontier.checkpoint.folder import of_newest
 from megafrontier.commands.checkpoints import device_name, load_model, saved_config
+from megafrontier.common.checkpoints import of_newest
 from megafrontier.common.errors import UserError, need
 from megafrontier.config import ModelConfig
 from megafrontier.data.tokenizers.base import Tokenizer
@@ -41,7 +42,7 @@ def generate_command(
     open_it = partial(_open, prompt=prompt, device=device, weights=weights, sampling=sampling)
     model, tokenizer, tokens = of_newest(path, open_it)
     room = model.config.sequence_length - len(tokens)
-    with _explain_out_of_memory(next(model.parameters()).device):
+    with explain_lack_of_memory(next(model.parameters()).device):
         show(prompt)
         sampling |= {"stop": tokenizer.eod, "vocab_size": tokenizer.vocab_size}
         made = generate(model, tokens, **sampling)
@@ -68,7 +69,7 @@ def _open(
     check_request(config.model, tokens, **sampling)
     name = device_name(config) if device == "any" else device
     where = torch.device("cuda" if uses_accelerator(name) else "cpu")
-    with _explain_out_of_memory(where):
+    with explain_lack_of_memory(where):
         return load_model(checkpoint, config, where, weights), tokenizer, tokens
 
 
@@ -94,7 +95,8 @@ def check_request(
     need(0 < top_p <= 1, "--top-p", top_p, "need more than 0, at most 1")
 
 
-def _explain_out_of_memory(where: torch.device) -> AbstractContextManager[None]:
+def explain_lack_of_memory(where: torch.device) -> AbstractContextManager[None]:
+    """Raise OutOfMemory, with what to change, if the body needs more than the device has."""
     return explain_out_of_memory(str(where), "--device cpu, or a shorter text")
 
 
@@ -119,32 +121,66 @@ def generate(
 
     Raises UserError if the model's output is not finite.
     """
-    generator = torch.Generator()
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
+    sampler = Sampler(temperature, top_k, top_p, seed, vocab_size)
+    length = min(len(prompt) + max_new_tokens, model.config.sequence_length)
+    cache = make_cache(model, length)
+    for token in islice(continue_text(model, cache, prompt, sampler), length - len(prompt)):
+        if token == stop:
+            return
+        yield token
 
-    def choose(logits: Tensor) -> int:
-        logits = logits[:vocab_size]
+
+class Sampler:
+    """Chooses a token, given its logits. The arguments are those of `generate`."""
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self.vocab_size = vocab_size
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+
+    def choose(self, logits: Tensor) -> int:
+        """The next token, given its logits [vocab] on the CPU. Raises UserError if they are not
+        finite."""
+        logits = logits[: self.vocab_size]
         if not logits.isfinite().all():
             raise UserError(
                 "model: the logits of the next token are not finite, need other weights"
             )
-        if temperature == 0:
+        if self.temperature == 0:
             return int(logits.argmax())
-        probabilities = next_token_probabilities(logits, temperature, top_k, top_p)
-        return int(torch.multinomial(probabilities, 1, generator=generator))
+        rule = self.temperature, self.top_k, self.top_p
+        probabilities = next_token_probabilities(logits, *rule)
+        return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
+
+def make_cache(model: GPT, capacity: int) -> KVCache:
+    """An empty cache for one text of up to `capacity` tokens."""
     weight = next(model.parameters())
-    length = min(len(prompt) + max_new_tokens, model.config.sequence_length)
-    cache = KVCache(model.config, capacity=length, dtype=weight.dtype, device=weight.device)
+    return KVCache(model.config, capacity=capacity, dtype=weight.dtype, device=weight.device)
+
+
+def continue_text(
+    model: GPT, cache: KVCache, new: Sequence[int], sampler: Sampler
+) -> Iterator[int]:
+    """Yield the tokens that follow those in the cache and the `new` ones, at least one, without
+    end. The caller stops before the cache is full. It takes the new tokens, and each yielded one
+    when the next is asked for."""
+    device = next(model.parameters()).device
     model.eval()
-    new = prompt
-    for _ in range(length - len(prompt)):
-        token = choose(_last_logits(model, torch.tensor([new], device=weight.device), cache))
-        if token == stop:
-            return
+    while True:
+        logits = _last_logits(model, torch.tensor([list(new)], device=device), cache)
+        token = sampler.choose(logits)
         yield token
         new = [token]
 

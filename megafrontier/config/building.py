@@ -1,5 +1,6 @@
 """Plain values become dataclasses."""
 
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from math import isfinite
@@ -7,6 +8,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from megafrontier.common.errors import UserError, need
+from megafrontier.config.fields import section_class
 
 
 def build(kind: Any, value: Any, key: str = "") -> Any:
@@ -25,6 +27,18 @@ def build(kind: Any, value: Any, key: str = "") -> Any:
     converted = _converted(kind, value)
     need(converted is not None, key, shown(value), f"need {_described(kind)}")
     return converted
+
+
+def known_values(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that the dataclass `kind` has, in all sections: another version may have saved
+    others."""
+    found: dict[str, Any] = {}
+    for field in fields(kind):
+        if field.name in values:
+            value, inner = values[field.name], section_class(field.type)
+            is_section = inner is not None and isinstance(value, Mapping)
+            found[field.name] = known_values(inner, value) if is_section else value
+    return found
 
 
 def _build_union(kinds: tuple[Any, ...], value: Any, key: str) -> Any:

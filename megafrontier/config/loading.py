@@ -16,7 +16,8 @@ from megafrontier.common.parsing import LARGEST_YAML, parse_yaml, read_text
 from megafrontier.config.building import build
 from megafrontier.config.machine import MachineConfig
 from megafrontier.config.model.gpt import ModelConfig
-from megafrontier.config.schema import Config, RunConfig
+from megafrontier.config.model.saved import FROM_CHECKPOINT, read_saved_model
+from megafrontier.config.schema import CheckpointConfig, Config, RunConfig
 from megafrontier.config.shipped import (
     a_name_like,
     find_config,
@@ -91,11 +92,12 @@ def _with_overrides(values: dict[str, Any], overrides: Sequence[str], origin: st
     filled = from_file
     for override in overrides:
         filled = _apply_override(filled, override)
+    saved = _find_saved_model(filled)
     try:
-        config = _build_config(filled)
+        config = _build_config(filled, saved)
     except UserError:
         try:  # blame the file for an error that it has without the overrides, too
-            _build_config(from_file)
+            _build_config(from_file, saved)
         except UserError as error:
             raise UserError(f"{origin}: {error}") from error
         raise
@@ -103,8 +105,29 @@ def _with_overrides(values: dict[str, Any], overrides: Sequence[str], origin: st
     return config
 
 
-def _build_config(values: dict[str, Any]) -> Config:
-    config: Config = build(Config, _resolved(values))
+def _find_saved_model(values: dict[str, Any]) -> dict[str, Any] | None:
+    """The model of the checkpoint that the run begins with, if `values` ask for it. Raises
+    UserError if there is none."""
+    if not _asks_for_saved_model(values):
+        return None
+    values = _resolved(values)
+    run: RunConfig = build(RunConfig, values["run"], "run")
+    checkpoint: CheckpointConfig = build(CheckpointConfig, values["checkpoint"], "checkpoint")
+    return asdict(ModelConfig()) | read_saved_model(run.directory, checkpoint.resume)
+
+
+def _asks_for_saved_model(values: dict[str, Any]) -> bool:
+    model = values["model"]
+    return isinstance(model, dict) and model.get("preset") == FROM_CHECKPOINT
+
+
+def _build_config(values: dict[str, Any], saved_model: dict[str, Any] | None) -> Config:
+    is_asked = _asks_for_saved_model(values)
+    values = _resolved(values)
+    if is_asked:
+        rest = {key: value for key, value in values["model"].items() if key != "preset"}
+        values["model"] = _merged(saved_model or asdict(ModelConfig()), rest)
+    config: Config = build(Config, values)
     if isinstance(config.machine, dict):
         whole = asdict(build(MachineConfig, config.machine, "machine"))
         config.machine = _given(whole, config.machine)
@@ -151,7 +174,10 @@ def _merged(below: Any, above: Any, name: str = "") -> Any:
         return {_SHORT[name]: above} if is_short else above
     if name == "model" and "preset" in above:
         above = dict(above)
-        below = _preset(above.pop("preset"))
+        name_of_model = above.pop("preset")
+        # The checkpoint is known once all keys are: until then the section has this key.
+        is_saved = name_of_model == FROM_CHECKPOINT
+        below = {"preset": FROM_CHECKPOINT} if is_saved else _preset(name_of_model)
     section = _section(below, name)
     merged = {key: _merged(section.get(key), value, key) for key, value in above.items()}
     # A mapping that names all levels of a machine also says their order.

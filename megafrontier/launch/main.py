@@ -342,7 +342,15 @@ def _open_records(trainer: Trainer, run_logger: RunLogger) -> None:
         return
     try:
         run_logger.open_sinks(config, trainer.step)
+        _keep_given(folder / "config.yaml")
         save_config(config, folder / "config.yaml")
     except OSError as error:
         line = f"run.directory: {folder}: {error.strerror}, need room to write"
         raise as_fatal_error(error, line) from error
+
+
+def _keep_given(path: Path) -> None:
+    """Copy a config.yaml that begins with a comment, as `import` or a person writes it, to
+    config.given.yaml before that of the run replaces it. Raises OSError."""
+    if path.is_file() and (given := path.read_bytes()).startswith(b"#"):
+        path.with_name("config.given.yaml").write_bytes(given)

@@ -11,12 +11,12 @@ import torch
 
 from megafrontier.checkpoint import save as save_module
 from megafrontier.checkpoint.commands import verify
-from megafrontier.checkpoint.folder import list_checkpoints
-from megafrontier.checkpoint.format import FILE_NAME, CheckpointWriteError, Manifest
+from megafrontier.checkpoint.format import CheckpointWriteError, Manifest
 from megafrontier.checkpoint.host_copy import HostCopy
 from megafrontier.checkpoint.load import read_manifest
 from megafrontier.checkpoint.save import OwnShard, PendingSave
 from megafrontier.checkpoint.shard_file import slice_of, slices_of
+from megafrontier.common.checkpoints import MANIFEST, list_checkpoints
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
 from scripts.benchmarks.shared.measuring import resident_bytes
@@ -62,7 +62,7 @@ def test_the_files_are_those_of_a_save_that_is_waited_for(tmp_path, monkeypatch)
     found, need = contents(tmp_path / "behind"), contents(tmp_path / "waited")
     extras = [read_manifest(tmp_path / kind / path.name).extra for kind in ("behind", "waited")]
     assert extras[0] == extras[1]
-    manifest = f"{path.name}/{FILE_NAME}"  # has the time in it
+    manifest = f"{path.name}/{MANIFEST}"  # has the time in it
     assert found.pop(manifest)
     assert need.pop(manifest)
     assert found == need

@@ -13,7 +13,6 @@ import megafrontier.checkpoint
 from megafrontier.checkpoint import shard_file
 from megafrontier.checkpoint.commands import list_command, verify, verify_command
 from megafrontier.checkpoint.format import (
-    FILE_NAME,
     MANIFEST_PREFIX,
     CheckpointCorrupt,
     Manifest,
@@ -22,6 +21,7 @@ from megafrontier.checkpoint.format import (
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint, read_manifest
 from megafrontier.checkpoint.save import OwnShard, save
 from megafrontier.checkpoint.sets import shard_path
+from megafrontier.common.checkpoints import MANIFEST
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
@@ -40,7 +40,7 @@ def save_small(root):
     return save(root, Manifest(7, 70, slice_elements=8), own, World.single())
 
 
-@pytest.mark.parametrize("name", [FILE_NAME, shard_path(0)])
+@pytest.mark.parametrize("name", [MANIFEST, shard_path(0)])
 def test_every_flipped_byte_of_every_file_is_found_and_its_file_named(small, name):
     path = small / name
     sound = path.read_bytes()
@@ -54,7 +54,7 @@ def test_every_flipped_byte_of_every_file_is_found_and_its_file_named(small, nam
     assert verify(small).whole
 
 
-@pytest.mark.parametrize("name", [FILE_NAME, shard_path(0)])
+@pytest.mark.parametrize("name", [MANIFEST, shard_path(0)])
 def test_every_truncation_is_found(small, name):
     path = small / name
     sound = path.read_bytes()
@@ -93,7 +93,7 @@ def test_each_rank_checks_its_share_of_the_files_and_together_all(tmp_path):
 
 def test_a_half_written_folder_is_refused(tmp_path):
     path = save_all(tmp_path)
-    (path / FILE_NAME).unlink()
+    (path / MANIFEST).unlink()
     with pytest.raises(CheckpointCorrupt, match=r"step-00000100: no checkpoint\.json"):
         open_checkpoint(path)
 
@@ -102,17 +102,17 @@ def test_a_foreign_folder_is_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"what")
     with pytest.raises(CheckpointCorrupt, match="not a megafrontier checkpoint"):
         open_checkpoint(tmp_path)
-    (tmp_path / FILE_NAME).write_text('{"step": 3}')
+    (tmp_path / MANIFEST).write_text('{"step": 3}')
     with pytest.raises(CheckpointCorrupt, match=r"checkpoint\.json: not a megafrontier manifest"):
         open_checkpoint(tmp_path)
 
 
 def _rewrite(path, **changes):
     """Change a manifest and its checksum."""
-    text = (path / FILE_NAME).read_text()
+    text = (path / MANIFEST).read_text()
     values = json.loads(text) | changes
     lines = ",\n".join(f'"{key}": {json.dumps(value)}' for key, value in values.items())
-    (path / FILE_NAME).write_bytes(
+    (path / MANIFEST).write_bytes(
         add_checksum(("{\n" + lines + "\n}\n").encode(), len(MANIFEST_PREFIX))
     )
 
@@ -183,9 +183,9 @@ def test_a_manifest_that_would_take_for_ever_is_refused_at_once(
 def test_a_manifest_that_is_no_json_or_too_large_is_refused(small):
     for text in (b"}", b"[" * 10**5):
         body = MANIFEST_PREFIX + b'00000000", "a": ' + text
-        (small / FILE_NAME).write_bytes(add_checksum(body, len(MANIFEST_PREFIX)))
+        (small / MANIFEST).write_bytes(add_checksum(body, len(MANIFEST_PREFIX)))
         assert_refused(small, "not JSON")
-    with open(small / FILE_NAME, "wb") as file:
+    with open(small / MANIFEST, "wb") as file:
         file.truncate(2**40)
     assert_refused(small, r"1099511627776 bytes, need at most")
 
@@ -215,14 +215,14 @@ def test_only_regular_files_inside_a_checkpoint_are_attached(small, outside):
     assert_refused(small, "need a regular file inside the checkpoint")
 
 
-@pytest.mark.parametrize("name", [FILE_NAME, shard_path(0)])
+@pytest.mark.parametrize("name", [MANIFEST, shard_path(0)])
 def test_only_regular_files_inside_a_checkpoint_are_read(small, outside, name):
     if outside(small, name) == name:
         assert_refused(small, "need a regular file inside the checkpoint")
 
 
 def test_a_set_of_files_outside_a_checkpoint_is_refused(small):
-    values = json.loads((small / FILE_NAME).read_text())["sets"]
+    values = json.loads((small / MANIFEST).read_text())["sets"]
     (small.parent / "elsewhere").mkdir()
     shutil.move(small / "pieces" / "00000", small.parent / "elsewhere")
     _rewrite(small, sets=[{**values[0], "name": "../../elsewhere"}])

@@ -6,19 +6,15 @@ import threading
 import pytest
 
 from megafrontier.checkpoint import folder
-from megafrontier.checkpoint.folder import (
-    Deletions,
+from megafrontier.checkpoint.folder import Deletions, clean_hidden, clean_partials, delete, prune
+from megafrontier.common.checkpoints import (
+    MANIFEST,
     candidates,
-    clean_hidden,
-    clean_partials,
-    delete,
     list_checkpoints,
     of_newest,
-    prune,
     step_folder,
     step_of,
 )
-from megafrontier.checkpoint.format import FILE_NAME
 from megafrontier.common.errors import UserError
 
 
@@ -26,7 +22,7 @@ from megafrontier.common.errors import UserError
 def root(tmp_path):
     for step in (100, 200, 300, 400, 500, 100_000_000):
         step_folder(tmp_path, step).mkdir()
-        (step_folder(tmp_path, step) / FILE_NAME).touch()
+        (step_folder(tmp_path, step) / MANIFEST).touch()
     for name in ("step-00000600", "step-7", "other", ".step-00000700.partial"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000800").touch()
@@ -77,20 +73,20 @@ def test_the_newest_and_every_nth_are_kept(root, keep, keep_every, left):
 
 def test_a_link_is_deleted_and_its_target_stays(root, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    (elsewhere / FILE_NAME).touch()
+    (elsewhere / MANIFEST).touch()
     (root / "step-00000050").symlink_to(elsewhere)
     hidden = prune(root, 5, 0)
     assert [path.name for path in hidden] == [".step-00000050.removed", ".step-00000100.removed"]
     delete(hidden)
     assert not any(os.path.lexists(path) for path in hidden)
-    assert (elsewhere / FILE_NAME).exists()
+    assert (elsewhere / MANIFEST).exists()
 
 
 def read_while_pruned(path):
     """Read the checkpoint while a training that saves faster prunes it."""
     if step_of(path) != 100:
         delete([path])
-    return (path / FILE_NAME).read_bytes(), path
+    return (path / MANIFEST).read_bytes(), path
 
 
 def test_if_a_checkpoint_is_pruned_while_it_is_read_the_newest_is_taken_again(root):
@@ -102,10 +98,10 @@ def test_if_a_checkpoint_is_pruned_while_it_is_read_the_newest_is_taken_again(ro
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_replaced_by_another(root):
-    (step_folder(root, 600) / FILE_NAME).mkdir()
+    (step_folder(root, 600) / MANIFEST).mkdir()
     delete([step_folder(root, 100_000_000)])
     with pytest.raises(IsADirectoryError):
-        of_newest(root, lambda path: (path / FILE_NAME).read_bytes())
+        of_newest(root, lambda path: (path / MANIFEST).read_bytes())
 
 
 def test_leftovers_of_killed_saves_and_deletions_are_cleaned_and_nothing_else(root):

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from megafrontier.checkpoint.commands import verify
-from megafrontier.checkpoint.format import FILE_NAME, CheckpointCorrupt, Manifest
+from megafrontier.checkpoint.format import CheckpointCorrupt, Manifest
 from megafrontier.checkpoint.load import load_checkpoint, open_checkpoint, open_newest
 from megafrontier.checkpoint.sets import shard_path
+from megafrontier.common.checkpoints import MANIFEST
 from megafrontier.common.errors import StorageFailed, UserError
 from megafrontier.parallel.world import World
 from tests.checkpoint import helpers
@@ -96,11 +97,11 @@ def _truncate(path):
 
 DAMAGES = {
     "flipped byte of a shard": _flip_payload,
-    "flipped byte of the manifest": lambda path: flip(path / FILE_NAME, 150),
+    "flipped byte of the manifest": lambda path: flip(path / MANIFEST, 150),
     "truncated file": _truncate,
     "missing file": lambda path: (path / shard_path(3)).unlink(),
-    "half-written folder": lambda path: (path / FILE_NAME).unlink(),
-    "foreign folder": lambda path: (path / FILE_NAME).write_text("{}"),
+    "half-written folder": lambda path: (path / MANIFEST).unlink(),
+    "foreign folder": lambda path: (path / MANIFEST).write_text("{}"),
 }
 
 
@@ -188,5 +189,5 @@ def test_later_checkpoints_of_a_training_given_up_are_set_aside_and_not_resumed(
         "step-00000300.superseded",
     ]
     assert (
-        Manifest.decode((tmp_path / "step-00000200" / FILE_NAME).read_bytes(), tmp_path).tokens == 2
+        Manifest.decode((tmp_path / "step-00000200" / MANIFEST).read_bytes(), tmp_path).tokens == 2
     )

@@ -10,11 +10,12 @@ from safetensors import safe_open
 
 from megafrontier.checkpoint.boxes import with_boxes
 from megafrontier.checkpoint.commands import verify
-from megafrontier.checkpoint.format import FILE_NAME, Manifest, crc32_hex
+from megafrontier.checkpoint.format import Manifest, crc32_hex
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.checkpoint.save import OwnShard, save
 from megafrontier.checkpoint.sets import ShardSet, StoredUnit, shard_path
 from megafrontier.checkpoint.shard_file import ShardFile, file_size
+from megafrontier.common.checkpoints import MANIFEST
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
@@ -174,7 +175,7 @@ def test_the_bytes_of_format_version_2_do_not_change(tmp_path, monkeypatch):
         return save(tmp_path, manifest, [OwnShard.of(layouts, shards, world.rank, 2)], world)
 
     path, _ = run_threads(2, body)
-    text = (path / FILE_NAME).read_text().splitlines()
+    text = (path / MANIFEST).read_text().splitlines()
     crcs = [crc32_hex((path / shard_path(index)).read_bytes()) for index in (0, 1)]
     assert crcs == ["c27ef425", "f9cde083"]
     fixed = [line for line in text if not line.startswith(('"crc32"', '"saved_at"'))]

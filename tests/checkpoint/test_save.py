@@ -12,10 +12,10 @@ import pytest
 from megafrontier.checkpoint import folder, shard_file
 from megafrontier.checkpoint import save as save_module
 from megafrontier.checkpoint.commands import verify
-from megafrontier.checkpoint.folder import list_checkpoints
 from megafrontier.checkpoint.format import CheckpointWriteError
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.checkpoint.save import OwnShard, save
+from megafrontier.common.checkpoints import list_checkpoints
 from megafrontier.parallel.world import World
 from tests.checkpoint.helpers import (
     ALL_IN_ONE,

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from megafrontier.checkpoint.commands import verify
-from megafrontier.checkpoint.folder import newest
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.checkpoint.states import (
     engine_states,
@@ -17,6 +16,7 @@ from megafrontier.checkpoint.states import (
     restore_engine,
     save_engine,
 )
+from megafrontier.common.checkpoints import newest
 from megafrontier.common.errors import UserError
 from megafrontier.model.init import initial_slice, with_specs
 from megafrontier.parallel.mesh import Splits

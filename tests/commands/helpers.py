@@ -4,9 +4,9 @@ import re
 
 import torch
 
-from megafrontier.checkpoint.folder import newest
 from megafrontier.cli import main
 from megafrontier.commands.checkpoints import saved_config
+from megafrontier.common.checkpoints import newest
 from megafrontier.data.sampling.loader import open_loader
 
 GENERATE = "megafrontier.commands.generate."

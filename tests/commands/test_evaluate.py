@@ -6,10 +6,10 @@ import os
 import pytest
 import torch
 
-from megafrontier.checkpoint.folder import newest
 from megafrontier.cli import main
 from megafrontier.commands.checkpoints import load_model, saved_config
 from megafrontier.commands.evaluate import text_bytes
+from megafrontier.common.checkpoints import newest
 from megafrontier.config import Config, config_to_dict
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.data.tokenizers.tokenizer import ByteTokenizer, load_tokenizer

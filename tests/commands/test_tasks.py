@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from megafrontier.checkpoint.folder import newest
 from megafrontier.cli import main
+from megafrontier.common.checkpoints import newest
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config
 from megafrontier.data.tokenizers.tokenizer import load_tokenizer

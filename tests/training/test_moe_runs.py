@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megafrontier.checkpoint.folder import list_checkpoints
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.commands.checkpoints import load_model
+from megafrontier.common.checkpoints import list_checkpoints
 from megafrontier.common.errors import UserError
 from megafrontier.data.sampling.loader import open_loader
 from megafrontier.model.gpt import GPT

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from megafrontier.checkpoint.folder import newest
 from megafrontier.checkpoint.load import open_checkpoint
+from megafrontier.common.checkpoints import newest
 from tests import runs
 
 CHOSEN = (

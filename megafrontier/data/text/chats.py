@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from megafrontier.common.errors import UserError
 from megafrontier.data.corpus.indexed import token_dtype
-from megafrontier.data.text.encode import EncodedBatch, Encoder
+from megafrontier.data.text.encode import EncodedBatch, Encoder, encode_parts
 from megafrontier.data.text.reader import (
     BadText,
     TextRange,
@@ -25,6 +26,7 @@ from megafrontier.data.text.templates import (
     Message,
     TextPart,
 )
+from megafrontier.data.tokenizers.base import Tokenizer
 
 Template = Literal["tokenizer", "simple"]
 """tokenizer: the chat template that comes with the tokenizer. simple: `<|ROLE|>`, a new line and
@@ -34,6 +36,8 @@ CHAT_COLUMNS = ("tools", "functions", "chat_template_kwargs")
 """What a line or row may hold besides the turns of the chat."""
 
 _UNREAD_COLUMNS = CHAT_COLUMNS[1:]
+_SHOWN_CHARACTERS = 300
+"""At each end of a long part of a sample."""
 _WEIGHT_KEYS = ("weight", "train")
 
 
@@ -78,9 +82,8 @@ class ChatEncoder(Encoder):
         if bad and not self.skip_bad:
             raise refuse_bad(bad[0])
         good = [[] if isinstance(chat, BadText) else chat for chat in chats]
-        encoded = iter(
-            self.encode_parts([(part.text, i > 0) for chat in good for i, part in enumerate(chat)])
-        )
+        parts = [(part.text, i > 0) for chat in good for i, part in enumerate(chat)]
+        encoded = iter(encode_parts(self.tokenizer, parts))
         # The model stops at this eod if its template writes no other end.
         is_eod_trained = self.template == "tokenizer" and not self._templated.has_end
         ids: list[int] = []
@@ -134,6 +137,28 @@ def _simple(chat: _Chat) -> Iterator[TextPart]:
             before = "\n"
         else:
             before = f"{header}{message['content']}\n"
+
+
+def shown_chat(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[int]) -> str:
+    """The text of a chat's tokens, with what is trained on between ▶ and ◀. A long part is
+    shortened in its middle, and an end token without a text is `<eod>`."""
+    shown = []
+    for is_trained, group in groupby(zip(ids, mask, strict=True), lambda pair: bool(pair[1])):
+        run = [token for token, _ in group]
+        text = tokenizer.decode(run)
+        if run[-1] == tokenizer.eod and not tokenizer.decode(run[-1:]):
+            text += "<eod>"
+        if len(text) > 2 * _SHOWN_CHARACTERS:
+            text = f"{text[:_SHOWN_CHARACTERS]} … {text[-_SHOWN_CHARACTERS:]}"
+        shown.append(f"▶{text}◀" if is_trained else text)
+    return "".join(shown)
+
+
+def simple_prompt(turns: Sequence[Message]) -> list[TextPart]:
+    """The parts of a chat up to where the assistant's next turn begins. The last part has all since
+    the assistant's last turn."""
+    asked = _Chat([*turns, {"role": "assistant", "content": ""}], [len(turns)], None)
+    return list(_simple(asked))[:-1]
 
 
 def _read_chat(record: Mapping[str, Any], key: str) -> _Chat:

@@ -53,7 +53,7 @@ class Encoder:
         if bad and not self.skip_bad:
             raise refuse_bad(bad[0])
         good = [("" if isinstance(text, BadText) else text, r) for text, r in texts]
-        chunks = self.encode_parts([(text, r.is_continuation) for text, r in good])
+        chunks = encode_parts(self.tokenizer, [(text, r.is_continuation) for text, r in good])
         unknown = sum(chunk.count(self.tokenizer.unk) for chunk in chunks)
         for chunk, (_, r) in zip(chunks, good, strict=True):
             # A continuation may have no tokens; the document has some from earlier ranges.
@@ -69,14 +69,15 @@ class Encoder:
             sum(len(text.encode()) for text, _ in good),
         )
 
-    def encode_parts(self, texts: Sequence[tuple[str, bool]]) -> list[list[int]]:
-        """Ids of each text, given whether it continues a document that was split between words."""
-        # Many tokenizers put a space before a text. A continuation is therefore encoded after a
-        # word, and the word's ids are removed.
-        chunks = self.tokenizer.encode_batch([WORD * later + text for text, later in texts])
-        for index, (text, is_continuation) in enumerate(texts):
-            if is_continuation:
-                chunk, word = chunks[index], self.tokenizer.encode(WORD)
-                is_apart = chunk[: len(word)] == word
-                chunks[index] = chunk[len(word) :] if is_apart else self.tokenizer.encode(text)
-        return chunks
+
+def encode_parts(tokenizer: Tokenizer, texts: Sequence[tuple[str, bool]]) -> list[list[int]]:
+    """Ids of each text, given whether it continues a document that was split between words."""
+    # Many tokenizers put a space before a text. A continuation is therefore encoded after a word,
+    # and the word's ids are removed.
+    chunks = tokenizer.encode_batch([WORD * later + text for text, later in texts])
+    for index, (text, is_continuation) in enumerate(texts):
+        if is_continuation:
+            chunk, word = chunks[index], tokenizer.encode(WORD)
+            is_apart = chunk[: len(word)] == word
+            chunks[index] = chunk[len(word) :] if is_apart else tokenizer.encode(text)
+    return chunks

@@ -5,14 +5,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megafrontier.common.errors import UserError, print_error
 from megafrontier.common.progress import Progress
 from megafrontier.data.corpus.indexed import token_dtype
 from megafrontier.data.corpus.writer import CorpusWriter, DocumentWriter
-from megafrontier.data.text.chats import CHAT_COLUMNS, ChatEncoder, Template
+from megafrontier.data.text.chats import CHAT_COLUMNS, ChatEncoder, Template, shown_chat
 from megafrontier.data.text.encode import WORD, EncodedBatch, Encoder
 from megafrontier.data.text.reader import Reader
 from megafrontier.data.text.sources import Source, find_sources, select_part
+from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.data.tokenizers.tokenizer import load_tokenizer
 from megafrontier.data.workers import Workers
 
@@ -30,6 +34,10 @@ class Summary:
     """Documents left out because of a bad text, line or row."""
     unknown: int = 0
     """Tokens for characters that the tokenizer has no piece for."""
+    trained: int = 0
+    """Of chats: tokens that are trained on."""
+    sample: str = ""
+    """Of chats: the first one, as `shown_chat` shows it."""
 
 
 def prepare(
@@ -74,7 +82,7 @@ def prepare(
     ):
         batches = pool.map(reader.batches(), "try fewer --workers")
         with Progress("prepare") as show:
-            summary = _write(batches, corpus, reader, show)
+            summary = _write(batches, corpus, reader, show, encoder.tokenizer)
         if summary.tokens == 0 and part[1] == 1:
             raise UserError(f"{', '.join(inputs)}: no text in it, need a corpus with some")
         corpus.publish()
@@ -88,7 +96,11 @@ def _refuse_plain_text(sources: Sequence[Source]) -> None:
 
 
 def _write(
-    batches: Iterator[EncodedBatch], corpus: CorpusWriter, reader: Reader, show: Progress
+    batches: Iterator[EncodedBatch],
+    corpus: CorpusWriter,
+    reader: Reader,
+    show: Progress,
+    tokenizer: Tokenizer,
 ) -> Summary:
     """Write the batches. Prints what is wrong with bad texts, of which it only counts those after
     the first few."""
@@ -98,6 +110,9 @@ def _write(
         writer.write_chunks(batch.tokens, batch.sizes, batch.ends, batch.bad, batch.mask)
         made.text_bytes += batch.text_bytes
         made.unknown += batch.unknown
+        if batch.mask is not None:
+            made.trained += int(batch.mask.sum())
+            made.sample = made.sample or _shown_first(batch, batch.mask, tokenizer)
         for message in batch.messages[: max(0, _SHOWN_BAD_TEXTS - messages)]:
             show.clear()
             print_error(f"skipped {message}")
@@ -108,3 +123,9 @@ def _write(
         print_error(f"… and {messages - _SHOWN_BAD_TEXTS} more skipped")
     made.documents, made.tokens, made.bad = corpus.index.documents, writer.tokens, writer.left_out
     return made
+
+
+def _shown_first(batch: EncodedBatch, mask: NDArray[np.uint8], tokenizer: Tokenizer) -> str:
+    """The first chat of a batch that is not empty; "" without one."""
+    count = next((int(size) for size in batch.sizes if size), 0)
+    return shown_chat(tokenizer, batch.tokens[:count].tolist(), mask[:count].tolist())

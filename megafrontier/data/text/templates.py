@@ -84,6 +84,19 @@ class ChatTemplate:
             yield TextPart(full[start:end], True)
             before = end
 
+    def end_pieces(self) -> set[str]:
+        """The pieces that the template writes right after a turn of the assistant: those that end
+        it, or begin the next turn (Note [End of a turn]).
+
+        Raises UserError if the template refuses a chat of two turns.
+        """
+        chat = [_USER, {"role": "assistant", "content": _PROBE}]
+        roles = ("user", "tool")
+        after = [self._try([*chat, {**_USER, "role": role}], None) or "" for role in roles]
+        tails = [text.rpartition(_PROBE)[2] for text in (self._render(chat), *after)]
+        ends = [(tail, self._marker_end(tail, 0)) for tail in tails]
+        return {tail[:end].strip() for tail, end in ends if end is not None}
+
     def check_written(self, chat: Sequence[Message], trained: Sequence[int], tools: Any) -> None:
         """Raise UserError for tools, tool calls or reasoning that the template leaves out.
 

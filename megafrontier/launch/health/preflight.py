@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from megafrontier.checkpoint.folder import clean_hidden, list_checkpoints, step_of
+from megafrontier.checkpoint.folder import clean_hidden
+from megafrontier.common.checkpoints import list_checkpoints, step_of
 from megafrontier.common.errors import (
     NodesUnfit,
     RunFailed,

@@ -13,6 +13,7 @@ from megafrontier.checkpoint.folder import Deletions
 from megafrontier.checkpoint.format import CheckpointWriteError
 from megafrontier.checkpoint.save import PendingSave
 from megafrontier.checkpoint.states import States, engine_states, persistent_buffers, start_save
+from megafrontier.common.checkpoints import checkpoints_of
 from megafrontier.common.errors import RunFailed, StorageFailed
 from megafrontier.config import Config, config_to_dict
 from megafrontier.data.tokenizers.tokenizer import save_cached_tokenizer
@@ -27,7 +28,7 @@ from megafrontier.training.trainer import Trainer
 
 def checkpoint_root(config: Config) -> Path:
     """The folder of the run's checkpoints."""
-    return Path(config.run.directory) / "checkpoints"
+    return checkpoints_of(config.run.directory)
 
 
 def checkpoint_bytes(config: Config, plan: RunPlan) -> int:

@@ -12,8 +12,9 @@ from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, ModelConfig, OptimizerConfig, config_to_dict
-from megafrontier.config.building import build
+from megafrontier.config.building import build, known_values
 from megafrontier.config.fields import RESUME, Resume, section_class
+from megafrontier.config.model.saved import FROM_CHECKPOINT
 from megafrontier.model.flops import parameter_specs
 from megafrontier.optim.groups import OPTIMIZERS, OptimizerGroups
 from megafrontier.training.resume.upcycle import Upcycled
@@ -34,8 +35,8 @@ class ChangedKey:
 
 
 def check_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Raise UserError if the checkpoint is of a model that computes something else, even if its
-    weights have the same shapes."""
+    """Raise UserError, with all keys that differ, if the checkpoint is of a model that computes
+    something else, even if its weights have the same shapes."""
     saved = saved_model(checkpoint.manifest)
     if saved is None:
         return
@@ -46,14 +47,28 @@ def check_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
             f"model.moe.balance: {model.moe.balance}, but {checkpoint.path} was trained with bias, "
             "and its experts are chosen by these biases; need bias"
         )
-    for change in find_changes(Config, {"model": _resolved(model)}, {"model": _resolved(saved)}):
-        is_shape = change.key == "model.sequence_length" and model.position == "learned"
-        if change.mark == "refuse" or is_shape:
-            now, before = (
-                "given" if isinstance(value, Mapping) else value
-                for value in (change.now, change.before)
-            )
-            raise UserError(f"{change.key}: {now}, but {checkpoint.path} was trained with {before}")
+    found = find_changes(Config, {"model": _resolved(model)}, {"model": _resolved(saved)})
+    different = [change for change in found if _computes_otherwise(change, model)]
+    if different:
+        first, *others = [_shown_values(change) for change in different]
+        now, before = first
+        keys = [f"{now}, but {checkpoint.path} was trained with {before}"]
+        keys += [f"{now}, with {before}" for now, before in others]
+        raise UserError(f"{'; '.join(keys)}; need the same, or model={FROM_CHECKPOINT}")
+
+
+def _computes_otherwise(change: ChangedKey, model: ModelConfig) -> bool:
+    is_shape = change.key == "model.sequence_length" and model.position == "learned"
+    return change.mark == "refuse" or is_shape
+
+
+def _shown_values(change: ChangedKey) -> tuple[str, str]:
+    """`KEY: VALUE` now, and the value before."""
+    now, before = (
+        "given" if isinstance(value, Mapping) else str(value)
+        for value in (change.now, change.before)
+    )
+    return f"{change.key}: {now}", before
 
 
 def check_optimizer(config: Config, checkpoint: Checkpoint) -> None:
@@ -104,18 +119,7 @@ def saved_model(manifest: Manifest) -> ModelConfig | None:
     saved = manifest.config.get("model")
     if not isinstance(saved, Mapping):
         return None
-    found: ModelConfig = build(ModelConfig, _known(ModelConfig, saved), "model")
-    return found
-
-
-def _known(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that a dataclass has, in all sections."""
-    found: dict[str, Any] = {}
-    for field in fields(kind):
-        if field.name in values:
-            value, inner = values[field.name], section_class(field.type)
-            is_section = inner is not None and isinstance(value, Mapping)
-            found[field.name] = _known(inner, value) if is_section else value
+    found: ModelConfig = build(ModelConfig, known_values(ModelConfig, saved), "model")
     return found
 
 

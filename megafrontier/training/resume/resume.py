@@ -14,19 +14,12 @@ from pathlib import Path
 
 import torch
 
-from megafrontier.checkpoint.folder import (
-    candidates,
-    is_set_aside,
-    list_checkpoints,
-    of_newest,
-    restore,
-    set_later_aside,
-    step_of,
-)
+from megafrontier.checkpoint.folder import is_set_aside, restore, set_later_aside
 from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint, load_checkpoint, open_newest, read_manifest
 from megafrontier.checkpoint.local.store import SnapshotStore
 from megafrontier.checkpoint.states import States, fill_shards, persistent_buffers, restore_engine
+from megafrontier.common.checkpoints import candidates, list_checkpoints, of_newest, step_of
 from megafrontier.common.errors import StorageFailed, UserError
 from megafrontier.config import Config
 from megafrontier.model.flops import parameter_shapes

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from megafrontier.checkpoint.folder import list_checkpoints
 from megafrontier.checkpoint.load import open_checkpoint
+from megafrontier.common.checkpoints import list_checkpoints
 from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import load_config
 from scripts.benchmarks.shared.links import Links, Unable, links

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from megafrontier.checkpoint.commands import verify
-from megafrontier.checkpoint.folder import list_checkpoints
 from megafrontier.checkpoint.load import open_checkpoint
+from megafrontier.common.checkpoints import list_checkpoints
 from megafrontier.parallel.fault_injection import VARIABLE
 from tests import runs
 

@@ -176,6 +176,17 @@ def test_a_key_that_an_older_checkpoint_lacks_has_its_default(config_file):
         check_model(replace(config.model, parallel_residual=True), old)
 
 
+def test_all_keys_that_differ_are_named_at_once_with_the_way_on(config_file):
+    config = runs.load(config_file)
+    other = replace(config.model, layers=3, hidden=48, head_size=12, moe=MoEConfig())
+    with pytest.raises(UserError) as caught:
+        check_model(other, saved_with(config))
+    assert str(caught.value) == (
+        "model.layers: 3, but step-00000002 was trained with 2; model.hidden: 48, with 24; "
+        "model.moe: given, with None; need the same, or model=from_checkpoint"
+    )
+
+
 def test_weights_that_fit_another_model_are_refused_in_one_line(config_file, tmp_path, capfd):
     base = ("model.activation=gelu", "train.stop_at=2", f"run.directory={tmp_path}/other")
     runs.run(config_file, 1, *runs.ONE, *base)
