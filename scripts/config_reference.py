@@ -45,7 +45,8 @@ megafrontier train configs/quickstart.yaml --nproc 8 run.name=try train.steps=20
   model: a name from `configs/models/` (in the current directory, then among the installed ones;
   `megafrontier configs` lists them). It replaces all of `model` that came before. Keys beside it or
   after it change it: `model: {preset: qwen3-8b, sequence_length: 4096}`. `model: qwen3-8b` is short
-  for it.
+  for it. `model: from_checkpoint` is the model of the checkpoint that the run begins with: of its
+  own newest one, or else of `checkpoint.resume`.
 - **Machines.** `machine` is a name from `configs/machines/` (in the current directory, then among
   the installed ones), the path of such a file, or its content inline. Only the outermost level
   may leave its `size` open. `machine.levels.world.size=16` changes one value of a named machine,

@@ -39,7 +39,7 @@ from megafrontier.checkpoint.shard_file import (
     slices_of,
     write_shard,
 )
-from megafrontier.common.checkpoints import MANIFEST
+from megafrontier.common.checkpoints import MANIFEST, step_folder, step_of
 from megafrontier.common.errors import StorageFailed, UserError, as_fatal_error
 from megafrontier.common.files import sync_file, sync_folder
 from megafrontier.parallel.fault_injection import fault_point
@@ -186,7 +186,7 @@ class PendingSave:
     def finish(self) -> Path:
         """Wait until all ranks have written, and publish. Returns the checkpoint's folder. Raises
         CheckpointWriteError as `save` does."""
-        final = folder.step_folder(self._root, self.step)
+        final = step_folder(self._root, self.step)
         with self._undone_if_it_fails():
             self._run(self._finish_writing)
             self._run_on_rank_0(lambda: _finish(self._unfinished, self._manifest))
@@ -308,7 +308,7 @@ def _sync_attached(path: Path, unfinished: Path) -> AttachedFile:
 
 
 def _publish(unfinished: Path, final: Path) -> None:
-    root, step = final.parent, folder.step_of(final)
+    root, step = final.parent, step_of(final)
     assert step is not None
     replaced = folder.set_aside(final) if final.exists() else None
     try:

@@ -7,8 +7,8 @@ from megafrontier.common.errors import UserError
 from megafrontier.common.files import search_folder_hint
 
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
-_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-_OTHERS = ("consolidated*", "original/*", "onnx/*")
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_OTHERS = ["consolidated*", "original/*", "onnx/*"]
 """The same weights in other formats."""
 
 
@@ -23,8 +23,7 @@ def model_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = {"allow_patterns": list(_FILES), "ignore_patterns": list(_OTHERS)}
-        return Path(snapshot_download(name, **patterns))
+        return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_OTHERS))
     except Exception as error:  # the library and what it downloads with raise a dozen kinds
         reason = str(error).partition("\n")[0]
         raise UserError(

@@ -1,5 +1,6 @@
 """A chat with a model: its tokens, turn by turn, as `prepare --chat` would write them."""
 
+import re
 from collections.abc import Sequence
 
 from megafrontier.data.text.chats import Template, simple_prompt
@@ -24,6 +25,7 @@ class Talk:
         self._text = ""
         """With the tokenizer's template, the text of `tokens`."""
         self._stop: int | None = None
+        self._pieces = re.compile(tokenizer.markers)
         ends = () if self._is_simple else ChatTemplate(tokenizer).end_pieces()
         ids = (tokenizer.encode(piece) for piece in ends)
         self.stops = {tokenizer.eod, *(piece[0] for piece in ids if len(piece) == 1)}
@@ -37,7 +39,7 @@ class Talk:
     def reply(self, text: str, ids: Sequence[int], stop: int | None) -> None:
         """Append the model's turn: its text, its tokens, and the one of `stops` after them, if
         any."""
-        self._turns.append({"role": "assistant", "content": text})
+        self._turns.append({"role": "assistant", "content": self._content(text)})
         self.tokens += ids
         self._text += text
         self._stop = stop
@@ -68,16 +70,29 @@ class Talk:
 
     def _extend_by_template(self) -> None:
         prompt = self._tokenizer.render_chat(self._turns, asks=True)
-        end = "" if self._stop is None else self._tokenizer.decode([self._stop])
-        if self._stop is not None and end and prompt.startswith(self._text + end):
-            self.tokens.append(self._stop)
-            self._text += end
+        if self._stop is not None:
+            end = self._pieces.match(prompt, len(self._text))
+            if end and end[0].strip() == self._tokenizer.decode([self._stop]).strip():
+                self.tokens.append(self._stop)
+                self._text += end[0]
         if self.tokens and prompt.startswith(self._text):
             rest = TextPart(prompt[len(self._text) :], False)
             self.tokens += self._encode([rest], is_later=True)
         else:
             self.tokens = self._encode([TextPart(prompt, False)])
         self._text = prompt
+
+    def _content(self, text: str) -> str:
+        """The content of a turn that the template writes as the reply `text`: templates put white
+        space around it, or strip it."""
+        if self._is_simple:
+            return text
+        for content in (text, text.strip()):
+            turn = {"role": "assistant", "content": content}
+            written = self._tokenizer.render_chat([*self._turns, turn])
+            if written.startswith(self._text + text):
+                return content
+        return text.strip()
 
     def _encode(self, parts: Sequence[TextPart], is_later: bool = False) -> list[int]:
         texts = [(part.text, is_later or i > 0) for i, part in enumerate(parts)]
