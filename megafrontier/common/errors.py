@@ -82,15 +82,7 @@ class UserError(FatalError):
 
 
 TRAIN_PACKAGES = frozenset(
-    {
-        "transformers",
-        "datasets",
-        "tokenizers",
-        "sentencepiece",
-        "pyarrow",
-        "zstandard",
-        "huggingface_hub",
-    }
+    {"transformers", "datasets", "tokenizers", "sentencepiece", "pyarrow", "zstandard"}
 )
 """What the extra `train` installs and commands import when they need it."""
 

@@ -20,12 +20,14 @@ def model_folder(name: str) -> Path:
     """
     if Path(name).exists() or not _NAME.fullmatch(name):
         return Path(name)
-    from huggingface_hub import snapshot_download
-
+    missing = f"{name}: no such folder{search_folder_hint(name)}, and"
+    try:
+        from huggingface_hub import snapshot_download
+    except ModuleNotFoundError as error:  # transformers brings it
+        fits = "need pip install 'megafrontier[train]'"
+        raise UserError(f"{missing} no huggingface_hub for a name in the hub, {fits}") from error
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_OTHERS))
     except Exception as error:  # the library and what it downloads with raise a dozen kinds
         reason = str(error).partition("\n")[0]
-        raise UserError(
-            f"{name}: no such folder{search_folder_hint(name)}, and none in the hub: {reason}"
-        ) from error
+        raise UserError(f"{missing} none in the hub: {reason}") from error
