@@ -17,7 +17,7 @@ from tests import runs
 
 COMMANDS = (
     "tokenizer", "prepare", "merge", "train", "plan", "certify", "probe", "evaluate", "generate",
-    "export", "import", "checkpoint", "report", "configs",
+    "export", "import", "checkpoint", "report", "configs", "chat",
 )  # fmt: skip
 
 

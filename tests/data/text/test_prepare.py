@@ -76,6 +76,26 @@ def test_of_a_chat_only_the_assistants_turns_are_trained_on(tmp_path: Path) -> N
     assert IndexedDataset(tmp_path / "made").mask is None
 
 
+def test_of_chats_the_trained_tokens_are_counted_and_the_first_chat_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats = [[("user", "x" * 2000), ("assistant", "Hello!")], *CHATS[1:]]
+    words = ["prepare", write_chats(tmp_path / "chats.jsonl", chats), "--tokenizer", "bytes"]
+    words += ["--chat", "simple", "--workers", "1", "--out", str(tmp_path / "made")]
+    assert main(words) == 0
+    corpus = IndexedDataset(tmp_path / "made")
+    count, total = 7 + 2 + 5, len(corpus.tokens)
+    assert corpus.mask is not None
+    assert count == corpus.mask.sum()
+    _, trained, title, *chat = capsys.readouterr().out.splitlines()
+    share = f"{count / total:.0%}"
+    assert trained == f"trained: {count} of {total} tokens ({share}), between ▶ and ◀"
+    assert title == "first chat:"
+    assert chat[0] == "<|user|>"
+    assert re.fullmatch("x{200,300} … x{200,300}", chat[1])
+    assert chat[2:] == ["<|assistant|>", "▶Hello!<eod>◀"]
+
+
 def test_a_tokenizers_chat_template_gives_the_ids_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
