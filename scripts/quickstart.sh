@@ -30,12 +30,11 @@ say "prepare the corpus"
 "$megafrontier" prepare "${texts[@]}" --tokenizer "$data/tokenizer" --out "$data/corpus" \
     --append-eod --skip-bad
 
-overrides=("train.steps=$steps" "schedule.warmup_steps=$((steps / 20))")
 say "train to step $half of $steps on 8 local ranks, then stop"
-"$megafrontier" train configs/quickstart.yaml --nproc 8 "${overrides[@]}" "train.stop_at=$half"
+"$megafrontier" train configs/quickstart.yaml --nproc 8 "train.steps=$steps" "train.stop_at=$half"
 
 say "resume and finish"
-"$megafrontier" train configs/quickstart.yaml --nproc 8 "${overrides[@]}"
+"$megafrontier" train configs/quickstart.yaml --nproc 8 "train.steps=$steps"
 
 say "export to Hugging Face"
 "$megafrontier" export "$run" --out "$run-hf"

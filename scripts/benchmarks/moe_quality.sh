@@ -11,7 +11,7 @@ data=runs/moe-quality-data
 common=(machine=laptop tokenizer=bytes "data.train=[{path: $data/corpus}]" model.vocab_size=257
     model.layers=2 model.hidden=48 model.sequence_length=64 model.init_std=0.06
     train.global_batch=16 train.micro_batch=16 optimizer.lr=2e-3 schedule.min_lr=1e-4
-    "train.steps=$steps" "schedule.warmup_steps=$((steps / 15))" "evaluate.every=$((steps / 4))"
+    "train.steps=$steps" "schedule.warmup_fraction=0.0667" "evaluate.every=$((steps / 4))"
     evaluate.batches=32 checkpoint.every=0 checkpoint.minutes=0 preflight.enabled=false)
 export OMP_NUM_THREADS=1
 
