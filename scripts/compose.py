@@ -67,6 +67,8 @@ MODEL: Choices = {
         {"softcap": 20.0},
         {"sinks": True},
         {"output_gate": True},
+        {"pattern": ["delta", "full"],
+         "delta": {"key_heads": 4, "value_heads": 8, "key_size": 6, "value_size": 5}},
         {"latent": {"query": 12, "key_value": 8, "rope_size": 4, "nope_size": 4, "value_size": 6}},
     ],
     "moe": [
