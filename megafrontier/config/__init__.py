@@ -6,6 +6,7 @@ vocabulary of a tokenizer) are checked there, still before any process group sta
 
 from megafrontier.config.data import CorpusConfig as CorpusConfig
 from megafrontier.config.data import DataConfig as DataConfig
+from megafrontier.config.data import corpus_labels as corpus_labels
 from megafrontier.config.data import refuse_no_corpus as refuse_no_corpus
 from megafrontier.config.data import weight_at as weight_at
 from megafrontier.config.layout import ExpertsPartitionConfig as ExpertsPartitionConfig

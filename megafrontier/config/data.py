@@ -1,7 +1,9 @@
 """The options of corpora and samples."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from megafrontier.common.errors import UserError
@@ -17,13 +19,25 @@ class CorpusConfig:
     or for a curriculum [[step, weight], …], a weight from each of these data steps on, the first of
     which is 0."""
     name: str = ""
-    """In `data.valid`: also evaluate the corpora of this name alone, over as many batches, as the
-    metric `valid_loss/NAME`."""
+    """In `data.train`: the name in `corpus_tokens` and `corpus_loss` of metrics.jsonl, which
+    several corpora may share; default: the last part of `path`. In `data.valid`: also evaluate the
+    corpora of this name alone, over as many batches, as the metric `valid_loss/NAME`."""
 
     @property
     def weights(self) -> list[list[float]]:
         """`weight` as a curriculum, also a number."""
         return self.weight if isinstance(self.weight, list) else [[0, self.weight]]
+
+
+def corpus_labels(corpora: Sequence[CorpusConfig]) -> list[str]:
+    """The name of each corpus in metrics: `name`, or the last part of its path, or the path if
+    another one has the same last part."""
+    ends = {corpus.path: Path(corpus.path).name for corpus in corpora}
+    counts = Counter(ends.values())
+    return [
+        corpus.name or (end if counts[end := ends[corpus.path]] == 1 else corpus.path)
+        for corpus in corpora
+    ]
 
 
 def weight_at(step: int, curriculum: Sequence[Sequence[float]]) -> float:

@@ -193,6 +193,10 @@ class EvaluateConfig:
 class LogConfig:
     every: int = count(10)
     """Steps between lines on the terminal and in log.txt (metrics.jsonl has every step)."""
+    tensor_norms: int = bounded(0, at_least=0)
+    """Steps between measurements of norms by kind of parameter and by block, of gradients and of
+    updates, and of a bound of attention's logits (watching.md#what-a-step-measures); 0: none. An
+    update is measured with a copy of the masters that are updated at the same time."""
     stragglers_every: int = bounded(100, at_least=0)
     """Steps between comparisons of the ranks' own time (without waiting); 0: never. log.txt names
     a slow rank and its host, once until it has recovered."""

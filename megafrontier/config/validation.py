@@ -172,9 +172,9 @@ def _check_data(config: Config) -> None:
     for key, corpora in (("train", data.train), ("valid", data.valid)):
         for i, corpus in enumerate(corpora):
             need(corpus.path != "", f"data.{key}[{i}].path", "empty", "need a corpus prefix")
-            fits = "need letters, digits, `.`, `_` or `-`, in data.valid"
-            is_name = key == "valid" and re.fullmatch(r"[\w.-]+", corpus.name) is not None
-            need(is_name or not corpus.name, f"data.{key}[{i}].name", corpus.name, fits)
+            is_name = re.fullmatch(r"[\w.-]*", corpus.name) is not None
+            fits = "need letters, digits, `.`, `_` or `-`"
+            need(is_name, f"data.{key}[{i}].name", corpus.name, fits)
             _check_weight(f"data.{key}[{i}].weight", corpus.weight, key == "train")
         _check_curriculum(f"data.{key}", corpora)
     is_split = len(data.split) == 2 and min(data.split) >= 0 and data.split[0] > 0

@@ -60,6 +60,7 @@ class Block(nn.Module):
         moe = config.moe if has_experts(config, number) else None
         self.mlp = MLP(config) if moe is None else MoE(config, moe, number)
         self.post_norm2 = make_norm(config) if after else None
+        self._measures, self._measured = False, Tensor()
 
     def forward(
         self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
@@ -67,8 +68,24 @@ class Block(nn.Module):
         """hidden [b, s, hidden] → [b, s, hidden]."""
         if cache is not None:
             return self._compute(hidden, context, cache)
+        if self._measures:
+            self._measures = False
+            self._measured = self._measure(hidden, context)
         with nullcontext() if self.offload is None else self.offload.applied_to(hidden):
             return self._run(self, hidden, context)
+
+    def measure_next(self) -> None:
+        """Let the next forward keep `Attention.largest_norms` for `take_measured`."""
+        self._measures = True
+
+    def take_measured(self) -> Tensor:
+        """What the forward after `measure_next` has kept."""
+        return self._measured
+
+    @torch.no_grad()
+    def _measure(self, hidden: Tensor, context: AttentionContext) -> Tensor:
+        # By an extra projection, because a compiled or recomputed block cannot keep anything.
+        return self.attention.largest_norms(_normalised(self.norm1, hidden), context)
 
     def forward_recomputed(self, hidden: Tensor, context: AttentionContext) -> Tensor:
         """`forward` without a cache, saving for backward what the checkpointing mode says."""

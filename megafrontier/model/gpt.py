@@ -5,7 +5,7 @@ when it starts and reshard them when it ends. A tied matrix, used at both ends o
 only exception: it belongs to the root and stays unsharded for the whole pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import sqrt
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from megafrontier.model.kernels.backends import Computed
 from megafrontier.model.kernels.lookup import FP32GradEmbedding
 from megafrontier.model.linear import Linear
 from megafrontier.model.loss import (
+    CorpusLosses,
     Losses,
     PredictionLoss,
     ZLoss,
@@ -129,6 +130,8 @@ class Head(DividedModule):
         self.chunk_losses: Losses = losses
         self.chunk_scores: Scores = chunk_scores
         self.z_loss = ZLoss(z_loss) if z_loss else None
+        self.corpora: CorpusLosses | None = None
+        """Counts the losses of training by corpus, if it is set."""
         self.vocab_size = config.vocab_size
         self.loss_chunk_tokens = loss_chunk_tokens
         self.norm = make_norm(config)
@@ -173,14 +176,21 @@ class Head(DividedModule):
                 softcap=self.softcap,
                 scores=self.chunk_scores if self.ranks is None else self.ranks.chunk_scores,
             )
-        loss = self._loss(hidden, weight, targets, self.z_loss)
+        trains = self.training and torch.is_grad_enabled()
+        corpora = self.corpora if trains else None
+        loss = self._loss(hidden, weight, targets, self.z_loss, corpora)
         if later is None or self.prediction is None:
             return loss
         found = self._loss(later[0], weight, later[1], None)
         return self.prediction.add(loss, found, later[1])
 
     def _loss(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: ZLoss | None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        z_loss: ZLoss | None,
+        corpora: CorpusLosses | None = None,
     ) -> Tensor:
         return linear_cross_entropy(
             self._all_tokens(hidden),
@@ -191,6 +201,7 @@ class Head(DividedModule):
             losses=self.chunk_losses if self.ranks is None else self.ranks.chunk_losses,
             z_loss=z_loss,
             softcap=self.softcap,
+            corpora=corpora,
         )
 
     def _all_tokens(self, hidden: Tensor) -> Tensor:
@@ -263,8 +274,15 @@ class GPT(nn.Module):
 
     def trained_blocks(self) -> list[Block]:
         """The blocks, and that of `prediction`."""
-        blocks = [block for block in self.blocks if isinstance(block, Block)]
-        return blocks if self.prediction is None else [*blocks, self.prediction.block]
+        return [block for _, block in self.numbered_blocks()]
+
+    def numbered_blocks(self) -> Iterator[tuple[int, Block]]:
+        """`trained_blocks`, with their numbers in the whole model."""
+        for name, block in self.blocks.named_children():
+            if isinstance(block, Block):
+                yield int(name), block
+        if self.prediction is not None:
+            yield self.config.layers, self.prediction.block
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """The modules that the engine unshards one at a time, in forward order.

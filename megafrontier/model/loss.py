@@ -5,7 +5,7 @@ Logits are the largest tensor of a language model: 8 sequences of 2048 tokens ov
 also computes the gradients, so that backward needs no logits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -27,11 +27,11 @@ def capped(logits: Tensor, softcap: float) -> Tensor:
 class ChunkLosses(NamedTuple):
     """What `chunk_losses` computes of a chunk of tokens."""
 
-    loss: Tensor
-    """The sum of the cross-entropies, []."""
+    losses: Tensor
+    """The cross-entropies [c], 0 for ignored tokens."""
     gradient: Tensor | None
-    """Of `loss` and of the z-loss, by the logits, in their type. Rows for ignored tokens are not
-    zero: the caller masks a smaller factor instead."""
+    """Of their sum and of the z-loss, by the logits, in their type. Rows for ignored tokens are
+    not zero: the caller masks a smaller factor instead."""
     squares: Tensor | None
     """With a z-loss, and with a gradient: the sum of log² Z, []."""
 
@@ -63,6 +63,40 @@ class ZLoss:
         if total is None:
             return torch.zeros((), dtype=torch.float64, device=device)
         return total.double() * self.coefficient
+
+
+class CorpusLosses:
+    """The cross-entropies and the targets of each training corpus, since they were taken."""
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        """`labels`: of each corpus. Those with the same one are counted together."""
+        self.names = list(dict.fromkeys(labels))
+        self._numbers = torch.tensor([self.names.index(label) for label in labels])
+        self._of_tokens: Tensor | None = None
+        self._totals: Tensor | None = None
+
+    def begin(self, corpora: Tensor) -> None:
+        """The next tokens are of the corpora with these numbers, int64 [n]."""
+        self._numbers = self._numbers.to(corpora.device)
+        self._of_tokens = self._numbers[corpora]
+
+    def add(self, first: int, losses: Tensor, targets: Tensor) -> None:
+        """Count the losses [c] and the targets [c] of the tokens from number `first` on."""
+        if self._of_tokens is None:
+            return
+        if self._totals is None:
+            shape = 2, len(self.names)
+            self._totals = torch.zeros(shape, dtype=torch.float64, device=losses.device)
+        both = torch.stack([losses.double(), (targets != IGNORE_INDEX).double()])
+        self._totals.index_add_(1, self._of_tokens[first : first + len(losses)], both)
+
+    def take(self, device: torch.device) -> Tensor:
+        """The sums of losses and the numbers of targets by name since the last call, float64
+        [2, names] on `device`."""
+        totals, self._totals, self._of_tokens = self._totals, None, None
+        if totals is None:
+            return torch.zeros(2, len(self.names), dtype=torch.float64, device=device)
+        return totals
 
 
 class PredictionLoss:
@@ -126,9 +160,9 @@ def chunk_losses(
     if logits.shape[1] > vocab_size:
         fp32_logits[:, vocab_size:] = -torch.inf
     log_probabilities = fp32_logits.log_softmax(dim=-1)
-    loss = -torch.where(has_loss, log_probabilities.gather(1, target_ids), 0.0).sum()
+    found = -torch.where(has_loss, log_probabilities.gather(1, target_ids), 0.0)[:, 0]
     if not with_gradient:
-        return ChunkLosses(loss, None, None)
+        return ChunkLosses(found, None, None)
     log_z = None
     if z_loss:
         log_z = fp32_logits.gather(1, target_ids) - log_probabilities.gather(1, target_ids)
@@ -143,7 +177,7 @@ def chunk_losses(
         gradient.scatter_add_(1, target_ids, gradient.new_full(target_ids.shape, -1.0))
     gradient = (gradient if scale == 1 else gradient.mul_(scale)).to(logits.dtype)
     squares = None if log_z is None else torch.where(has_loss, log_z, 0.0).square().sum()
-    return ChunkLosses(loss, gradient, squares)
+    return ChunkLosses(found, gradient, squares)
 
 
 def linear_cross_entropy(
@@ -156,6 +190,7 @@ def linear_cross_entropy(
     losses: Losses = chunk_losses,
     z_loss: ZLoss | None = None,
     softcap: float = 0.0,
+    corpora: CorpusLosses | None = None,
 ) -> Tensor:
     """Sum over tokens of -log softmax(hidden · weightᵀ)[target]: an fp32 scalar.
 
@@ -163,11 +198,12 @@ def linear_cross_entropy(
     padding; targets [n] int64, `IGNORE_INDEX` for tokens without loss. Logits exist for
     `chunk_tokens` tokens at a time. The weight's gradient is summed over chunks in fp32. `losses`
     is called in place of `chunk_losses`. The gradient has that of `z_loss`, which counts the tokens
-    if there is one. `softcap`: as for `capped`.
+    if there is one. `softcap`: as for `capped`. `corpora` counts the losses, too.
     """
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     loss = _LinearCrossEntropy.apply(
-        hidden, weight, targets, vocab_size, chunk_tokens, losses, z_loss, with_gradient, softcap
+        *(hidden, weight, targets, vocab_size, chunk_tokens, losses, z_loss, with_gradient),
+        *(softcap, corpora),
     )
     assert isinstance(loss, Tensor)
     return loss
@@ -191,6 +227,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: ZLoss | None,
         with_gradient: bool,
         softcap: float,
+        corpora: CorpusLosses | None,
     ) -> Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         ctx.scale = _FP16_SCALE if hidden.dtype == torch.float16 else 1.0
@@ -205,7 +242,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             found, error, squares = losses(
                 logits, targets[rows], vocab_size, ctx.scale, with_gradient, coefficient
             )
-            loss += found
+            loss += found.sum()
+            if corpora is not None:
+                corpora.add(start, found, targets[rows])
             if z_loss is not None and squares is not None:
                 z_loss.add(squares)
             if error is not None and hidden_grad is not None and weight_grad is not None:
@@ -229,7 +268,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch.mul(weight_grad, factor, out=by_weight)
         # On a GPU a factor in fp16 would be 0 below 2^-24 and infinite from 2^16.
         by_hidden = (hidden_grad.float() if factor.is_cuda else hidden_grad) * factor
-        return by_hidden.to(hidden_grad.dtype), by_weight, *[None] * 7
+        return by_hidden.to(hidden_grad.dtype), by_weight, *[None] * 8
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:

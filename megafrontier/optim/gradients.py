@@ -1,12 +1,16 @@
 """What happens to gradients before the update: global norm, clipping, dynamic loss scaling."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from megafrontier.common.norms import Norms, row_norms
+from megafrontier.common.async_copy import copy_async
+from megafrontier.common.norms import ROW, Norms, row_norms
+from megafrontier.optim.base import group_slices
+from megafrontier.parallel.param_spec import ParamSpec
 from megafrontier.parallel.world import World
+from megafrontier.partition.unit import Unit
 
 GROWTH_INTERVAL = 1000
 MIN_SCALE = 2.0**-24
@@ -30,6 +34,42 @@ def square_sum(
         return torch.zeros((), dtype=torch.float64, device=gradients[0].device)
     norms = torch.cat([norm for pair in counted for norm in pair])
     return norms.double().square().sum()
+
+
+class SquareSums:
+    """Sums of squares of this rank's shards of some units, by cell. Over all ranks each element
+    counts once, as in `square_sum`."""
+
+    def __init__(
+        self, units: Sequence[Unit], cell_of: Callable[[ParamSpec], int], cells: int
+    ) -> None:
+        """`cell_of`: the cell of a parameter, below `cells`."""
+        self._cells = cells
+        self._slices: list[list[tuple[int, slice]]] = [[] for _ in units]
+
+        def numbers(unit: Unit) -> list[int | None]:
+            found = [cell_of(unit.specs[entry.name]) for entry in unit.layout.entries]
+            return [*found, None]  # no padding
+
+        for cell, slices in group_slices(units, numbers).items():
+            for index, part in slices:
+                if units[index].counts:
+                    self._slices[index].append((cell, part))
+
+    def of(self, indices: Sequence[int], shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """float64 [cells], of 1-D shards of the units with these numbers, on their device."""
+        total = torch.zeros(self._cells, dtype=torch.float64, device=shards[0].device)
+        rows: list[torch.Tensor] = []
+        cells: list[int] = []
+        for index, shard in zip(indices, shards, strict=True):
+            for cell, part in self._slices[index]:
+                of_part = shard[part].split(ROW)
+                rows += of_part
+                cells += [cell] * len(of_part)
+        if rows:
+            norms = torch.stack(torch._foreach_norm(rows)).double()
+            total.index_add_(0, copy_async(torch.tensor(cells), total.device), norms.square())
+        return total
 
 
 def global_norm(

@@ -19,6 +19,8 @@ Elementwise = Callable[[type[UnitOptimizer], Sequence[torch.Tensor]], UnitOptimi
 """Makes what stands in for an optimizer of these masters."""
 Flags = Callable[[], Iterable[torch.Tensor]]
 """The divisor [] and the flag `skip` [] of a step, where the masters are."""
+Observe = Callable[[Sequence[int], Sequence[torch.Tensor]], None]
+"""Is given the numbers of some units, and for each what its master has lost by an update."""
 
 
 class UnitOptimizers:
@@ -49,6 +51,9 @@ class UnitOptimizers:
             memory = unit.master.device if unit.host is None else unit.host.memory
             self._stream = make_stream("update", memory, is_urgent=False)
         self._kept: tuple[torch.Tensor, ...] = ()
+        self.observe: Observe | None = None
+        """Called with the updates of the next `step`, where and when they happen. It costs a copy
+        of the masters of the units that are updated at the same time."""
         for name, indices in _divided(units):
             members, kind = [units[i] for i in indices], OPTIMIZERS[name]
             if elementwise is None or kind.needs_whole_matrices:
@@ -79,10 +84,24 @@ class UnitOptimizers:
             self._is_averaging = True
         for optimizer, indices in self._parts:
             if indices[0] not in self._late:
-                optimizer.step([gradients[i] for i in indices], lr, divisor, skip)
-                self._update_averages(indices, skip)
+                step = partial(optimizer.step, [gradients[i] for i in indices], lr, divisor, skip)
+                self._update(step, indices, skip, self.observe)
         if self._stream is not None:
             self._start_updates(self._stream, gradients, lr, divisor, skip)
+
+    def _update(
+        self,
+        step: Callable[[], None],
+        indices: Sequence[int],
+        skip: torch.Tensor,
+        observe: Observe | None,
+    ) -> None:
+        before = [self._masters[i].clone() for i in indices] if observe else []
+        step()
+        if observe:
+            after = [self._masters[i] for i in indices]
+            observe(indices, [old.sub_(new) for old, new in zip(before, after, strict=True)])
+        self._update_averages(indices, skip)
 
     def _update_averages(self, indices: Iterable[int], skip: torch.Tensor) -> None:
         if self._average:
@@ -108,13 +127,14 @@ class UnitOptimizers:
         for optimizer, (i, *_) in self._parts:
             if (unit := self._late.get(i)) is not None:
                 step = partial(optimizer.step, [gradients[i]], lr)
-                task = partial(self._update_late, step, i, read)
+                task = partial(self._update_late, step, i, read, self.observe)
                 unit.updating = stream.run(task, DONE)
 
-    def _update_late(self, step: Callable[..., None], index: int, read: Flags) -> None:
+    def _update_late(
+        self, step: Callable[..., None], index: int, read: Flags, observe: Observe | None
+    ) -> None:
         divisor, skip = read()
-        step(divisor, skip)
-        self._update_averages([index], skip)
+        self._update(partial(step, divisor, skip), [index], skip, observe)
         if (host := self._late[index].host) is not None:
             host.round()
 

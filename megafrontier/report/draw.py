@@ -15,6 +15,7 @@ from megafrontier.config import Config
 from megafrontier.report.certificates import certificate_rows
 from megafrontier.report.experts import expert_rows
 from megafrontier.report.goodput import draw_spans, goodput_rows
+from megafrontier.report.measured import BY_BLOCK, draw_blocks, has_blocks, measured_rows
 from megafrontier.report.predicted import predicted_rows
 from megafrontier.report.read import Run, all_levels, levels_of, read_runs, strategy_of
 
@@ -30,6 +31,8 @@ CAPTIONS = {
     "throughput": "Every step (faint) and smoothed.",
     "traffic": "What one rank sends over each level in one step (mean over ranks, median over "
     "steps), and the time that the collectives take. Computation may hide part of that time.",
+    "blocks": "Norms of gradients and updates, and the bound of attention's logits, of each block: "
+    "medians over the last measured steps.",
     "goodput": "What the run's time was spent on, from its first launch to its newest step. Steps "
     "done again were lost by a failure. Bars too short to be seen are drawn as steps above.",
 }
@@ -72,7 +75,9 @@ def write_report(directories: Sequence[Path], out: Path | None = None) -> Path:
         draw_loss(runs, folder / "loss.png")
         draw_throughput(runs, folder / "throughput.png")
         draw_traffic(runs, folder / "traffic.png")
-        if any(run.spans for run in runs):
+        if _is_drawn("blocks", runs):
+            draw_norms(runs, folder / "blocks.png")
+        if _is_drawn("goodput", runs):
             draw_goodput(runs, folder / "goodput.png")
         page.write_text(_page(runs, folder), encoding="utf-8")
     except OSError as error:
@@ -123,7 +128,7 @@ def draw_loss(runs: Sequence[Run], path: Path) -> None:
     for axis, key, title in zip(below, ("lr", "grad_norm"), ("lr", "grad norm"), strict=True):
         _draw_series(axis, runs, key, is_smoothed=False)
         axis.set_ylabel(title)
-    _finish_panels(figure, runs, [_loss_label(run) for run in runs])
+    _finish_panels(figure, [_loss_label(run) for run in runs])
     _save(figure, path)
 
 
@@ -137,7 +142,7 @@ def draw_throughput(runs: Sequence[Run], path: Path) -> None:
         _draw_series(axis, runs, key, is_smoothed=True)
         axis.set_title(title)
         axis.yaxis.set_major_formatter(lambda value, _: short(value))
-    _finish_panels(figure, runs, [run.label for run in runs])
+    _finish_panels(figure, [run.label for run in runs])
     _save(figure, path)
 
 
@@ -163,6 +168,20 @@ def draw_traffic(runs: Sequence[Run], path: Path) -> None:
         figure.legend(handles, names, loc="outside lower center", ncols=5)
     else:
         figure.suptitle("No traffic: no level was crossed.")
+    _save(figure, path)
+
+
+def _is_drawn(picture: str, runs: Sequence[Run]) -> bool:
+    """Whether a picture of `CAPTIONS` has something to show."""
+    shows = {"blocks": has_blocks, "goodput": lambda run: bool(run.spans)}
+    return picture not in shows or any(map(shows[picture], runs))
+
+
+def draw_norms(runs: Sequence[Run], path: Path) -> None:
+    """What the runs have measured by block."""
+    figure, axes = _panels([1.8] * len(BY_BLOCK))
+    draw_blocks(axes, runs, [run_look(i) for i in range(len(runs))])
+    _add_legend(figure, [run.label for run in runs])
     _save(figure, path)
 
 
@@ -255,16 +274,21 @@ def _loss_label(run: Run) -> str:
     return f"{run.label}:  {', '.join(parts)}"
 
 
-def _finish_panels(figure: Any, runs: Sequence[Run], labels: Sequence[str]) -> None:
+def _finish_panels(figure: Any, labels: Sequence[str]) -> None:
     """Whole steps on the shared x axis, and a legend of the runs below it."""
-    from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
     axis = figure.axes[-1]
     axis.set_xlabel("optimizer step")
     axis.xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))
+    _add_legend(figure, labels)
+
+
+def _add_legend(figure: Any, labels: Sequence[str]) -> None:
+    from matplotlib.lines import Line2D
+
     texts = [fill(label, 105) for label in labels]
-    handles = [Line2D([], [], **run_look(i), linewidth=1.8) for i in range(len(runs))]
+    handles = [Line2D([], [], **run_look(i), linewidth=1.8) for i in range(len(labels))]
     figure.legend(handles, texts, loc="outside lower center")
 
 
@@ -275,7 +299,7 @@ def _save(figure: Any, path: Path) -> None:
 
 def _page(runs: Sequence[Run], folder: Path) -> str:
     title = html.escape(runs[0].label if len(runs) == 1 else f"{len(runs)} runs")
-    names = [name for name in CAPTIONS if name != "goodput" or any(run.spans for run in runs)]
+    names = [name for name in CAPTIONS if _is_drawn(name, runs)]
     pictures = "\n".join(_picture(folder, name) for name in names)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
@@ -294,6 +318,7 @@ def _table(runs: Sequence[Run]) -> str:
     """One column for each run, so that numbers to compare stand side by side."""
     rows = {title: [cell(run) for run in runs] for title, cell in ROWS.items()}
     rows |= goodput_rows(runs)
+    rows |= measured_rows(runs)
     rows |= expert_rows(runs)
     for title in dict.fromkeys(title for run in runs for title in run.results):
         results = [run.results.get(title) for run in runs]

@@ -116,7 +116,7 @@ class TensorGroup(TokenGroup):
         with_gradient: bool,
         z_loss: float,
     ) -> ChunkLosses:
-        """`loss.chunk_losses` of logits [c, rows] of which this rank has some columns: the loss
+        """`loss.chunk_losses` of logits [c, rows] of which this rank has some columns: the losses
         over all columns, and the gradient of these."""
         start = self.index * logits.shape[1]
         values = logits.float()
@@ -132,9 +132,9 @@ class TensorGroup(TokenGroup):
         most = maxima.amax(0)
         total = (totals * (maxima - most).exp()).sum(0)
         log_z, has_loss = total.log() + most, targets != IGNORE_INDEX
-        loss = (log_z - found.sum(0)).where(has_loss, 0.0).sum()
+        losses = (log_z - found.sum(0)).where(has_loss, 0.0)
         if not with_gradient:
-            return ChunkLosses(loss, None, None)
+            return ChunkLosses(losses, None, None)
         gradient = (values - most[:, None]).exp_() / total[:, None]
         squares = None
         if z_loss:
@@ -142,7 +142,7 @@ class TensorGroup(TokenGroup):
             squares = log_z.where(has_loss, 0.0).square().sum()
         gradient.scatter_add_(1, ids, -is_here[:, None].float())
         gradient = (gradient if scale == 1 else gradient.mul_(scale)).to(logits.dtype)
-        return ChunkLosses(loss, gradient, squares)
+        return ChunkLosses(losses, gradient, squares)
 
     def chunk_scores(self, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
         """`scores.chunk_scores` of logits [c, rows] of which this rank has some columns."""

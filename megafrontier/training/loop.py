@@ -147,6 +147,8 @@ def start_step(
     begin = DeviceTimer(trainer.mesh.device) if previous is None else previous.ended
     for callback in callbacks:
         callback.before_step(trainer)
+    for meter in trainer.meters:
+        meter.begin_step(trainer.step)
     config, engine = trainer.config, trainer.engine
     samples = trainer.loader.sample_range(trainer.step)
     sizes = BatchSizes.of(config.train)
@@ -180,10 +182,16 @@ def forward_backward(trainer: Trainer, heartbeat: Heartbeat) -> torch.Tensor:
     _scale_router_losses(trainer, batches)
     for batch in batches:
         _record_imbalance(trainer, batch)
+
+    def before(batch: Batch, block: int) -> None:
+        seed_dropout(seed, batch, work_rank, block)
+        for meter in trainer.meters:
+            meter.begin_forward(batch)
+
     return trainer.runner.train(
         Work(
             batches,
-            before=lambda batch, block: seed_dropout(seed, batch, work_rank, block),
+            before=before,
             scaled=trainer.loss_scale.scaled,
             after=lambda: heartbeat(None),
         )

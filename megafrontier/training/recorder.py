@@ -21,7 +21,9 @@ STEP_FIELDS = frozenset(
         "spike", "valid_loss", "stops", "saving", "save_requests", "snapshots", "waiting_seconds",
         "comm_bytes", "comm_seconds", "comm_hidden",
         "expert_tokens", "expert_imbalance", "expert_rank_imbalance", "router_entropy",
-        "dropped_tokens", "context_imbalance", "z_loss", "prediction_loss", "tasks",
+        "dropped_tokens", "context_imbalance", "z_loss", "prediction_loss", "tasks", "clipped",
+        "corpus_tokens", "corpus_loss", "grad_norm_kinds", "grad_norm_blocks",
+        "update_norm_kinds", "update_norm_blocks", "attention_logit_bound",
         "at", "between_seconds", "goodput",
     }
 )  # fmt: skip
@@ -45,7 +47,7 @@ class MetricRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._entries: dict[str, _Entry] = {}
         self._is_checked = False
 
@@ -73,7 +75,7 @@ class MetricRecorder:
         else:
             new = torch.tensor(value, dtype=torch.float64)
         if not new.is_cuda:
-            new = to_device(new, self._device)
+            new = to_device(new, self.device)
         old = self._entries.get(name)
         if old is None:
             self._entries[name] = _Entry(reduce, new)
@@ -101,7 +103,7 @@ class MetricRecorder:
             [item for item in ordered if (item[1].reduce == "max") == is_max]
             for is_max in (False, True)
         ]
-        empty = torch.empty(0, dtype=torch.float64, device=self._device)
+        empty = torch.empty(0, dtype=torch.float64, device=self.device)
         reduced = world.sum_and_maximum(
             *(torch.cat([empty, *(e.value.reshape(-1) for _, e in group)]) for group in groups)
         )

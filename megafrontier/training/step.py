@@ -10,7 +10,6 @@ import torch
 from megafrontier.comm.ledger import KINDS
 from megafrontier.common.async_copy import AsyncHostCopy, DeviceTimer
 from megafrontier.common.signals import stop_requested
-from megafrontier.model.loss import ZLoss
 from megafrontier.optim.gradients import clip_factor, square_sum
 from megafrontier.plan.footprint import GIB
 from megafrontier.training.trainer import Trainer
@@ -64,10 +63,8 @@ def finish_step(
     metrics.add("comm_seconds", [of.seconds for of in traffic], "mean")
     metrics.add("comm_hidden", [of.hidden for of in traffic], "mean")
     metrics.add("memory_gib", peak_memory_gib(mesh.device), "max")
-    if trainer.config.train.z_loss:
-        metrics.add("z_loss", _z_loss(trainer), "sum")
-    if trainer.config.model.prediction is not None:
-        metrics.add("prediction_loss", _prediction_loss(trainer), "sum")
+    for meter in trainer.meters:
+        meter.record(metrics, gradients)
     if trainer.balance is not None:
         metrics.add("expert_tokens", trainer.balance.take(mesh.device), "sum")
     with engine.ledger.waiting("loss and norm"):
@@ -87,31 +84,12 @@ def finish_step(
         "skipped": skip,
         "spike": is_spike,
     }
-    if "z_loss" in reduced:
-        results["z_loss"] = reduced["z_loss"] / count
-    if "prediction_loss" in reduced:
-        total, number = reduced["prediction_loss"]
-        results["prediction_loss"] = total / number.clamp(min=1)
+    for meter in trainer.meters:
+        meter.finish(results, count, divisor)
     if trainer.balance is not None:
         results |= trainer.balance.update(reduced["expert_tokens"], skip)
     divisor = divisor / clip_factor(norm, trainer.config.train.clip_grad_norm)
     return StepStats(divisor, is_bad, skip, results, waited)
-
-
-def _z_loss(trainer: Trainer) -> torch.Tensor:
-    """This rank's sum of z-losses since the last step, which counts on the same ranks as the loss;
-    0 without the last stage of a pipeline."""
-    device, head = trainer.mesh.device, getattr(trainer.model, "head", None)
-    found: torch.Tensor = (head.z_loss if head else ZLoss(0.0)).take(device)
-    return found * trainer.mesh.counts_loss
-
-
-def _prediction_loss(trainer: Trainer) -> torch.Tensor:
-    """This rank's sum of the cross-entropies of tokens after the next ones, and their number,
-    which count on the same ranks as the loss."""
-    prediction, mesh = trainer.model.head.prediction, trainer.mesh
-    assert prediction is not None
-    return prediction.take(mesh.device) * mesh.counts_loss
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -156,8 +134,8 @@ class StepResult:
     """By level: bytes sent and seconds spent since the previous step's end, means over the ranks,
     and the same with hidden seconds for each kind that occurred (`comm.ledger.Traffic`). The
     weights that a step publishes count with the next step."""
-    metrics: dict[str, float | list[float]] = field(default_factory=dict)
-    """What callbacks and others have recorded, by name."""
+    metrics: dict[str, float | list[float] | dict[str, float]] = field(default_factory=dict)
+    """What meters, callbacks and others have recorded, by name."""
     snapshots: Sequence[float] = ()
     """How many ranks are writing a snapshot, have failed to, and have something to say of it; empty
     without snapshots."""
@@ -210,8 +188,18 @@ class AsyncStepResult:
             own_waiting_seconds=self._own_waiting_seconds,
             comm=_by_level(trainer.engine.ledger.names, *traffic),
             **{name: numbers.pop(name) for name in same},
-            metrics=numbers,
+            metrics=numbers | _labelled(trainer, numbers),
         )
+
+
+def _labelled(trainer: Trainer, numbers: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """The numbers of the metrics that have labels, by these."""
+    return {
+        name: dict(zip(labels, numbers[name], strict=True))
+        for meter in trainer.meters
+        for name, labels in meter.labels.items()
+        if name in numbers
+    }
 
 
 def _by_level(

@@ -1,6 +1,7 @@
 """Everything that one rank trains with, built from a configuration."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from megafrontier.checkpoint.save import PendingSave
 from megafrontier.checkpoint.states import OptimizerStates
 from megafrontier.common.errors import RankError, UserError
-from megafrontier.config import Config
+from megafrontier.config import Config, corpus_labels
 from megafrontier.data.sampling.loader import PARTS, Loader, open_loader, open_named_loaders
 from megafrontier.data.sampling.samples import Batch, OpenCorpora
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
@@ -26,7 +27,9 @@ from megafrontier.plan.assemble import build_model, make_runner
 from megafrontier.plan.resolve import RunPlan, optimizer_groups
 from megafrontier.splits.apply import tensor_collectives
 from megafrontier.training.logging.run_log import RunLogger
+from megafrontier.training.meters import CorpusMeter, Meter, PredictionMeter, ZLossMeter
 from megafrontier.training.recorder import MetricRecorder
+from megafrontier.training.tensor_norms import TensorNorms
 
 
 @dataclass
@@ -53,6 +56,7 @@ class Trainer:
     run_logger: RunLogger
     balance: Balance | None = None
     """Of the routers, in a mixture of experts."""
+    meters: list[Meter] = field(default_factory=list)
     stateful: dict[str, Any] = field(default_factory=dict)
     kept_states: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """States that checkpoints keep beside those of the optimizer: by name, this rank's 1-D shard of
@@ -166,7 +170,23 @@ def make_trainer(
         None
         if moe is None
         else Balance(model, moe, config.model.trained_layers, mesh.splits.expert),
+        meters=list(_meters(config, mesh, model, engine, optimizer)),
     )
+
+
+def _meters(
+    config: Config, mesh: Mesh, model: GPT, engine: Engine, optimizer: UnitOptimizers
+) -> Iterator[Meter]:
+    """What each step measures."""
+    if config.train.z_loss:
+        yield ZLossMeter(model, mesh)
+    if config.model.prediction is not None:
+        yield PredictionMeter(model, mesh)
+    labels = corpus_labels(config.data.train)
+    if len({*labels}) > 1:
+        yield CorpusMeter(model, mesh, labels)
+    if every := config.log.tensor_norms:
+        yield TensorNorms(every, config.model, model, engine.trained_units, optimizer)
 
 
 def read_step(loader: Loader, step: int, rank: int) -> list[Batch]:

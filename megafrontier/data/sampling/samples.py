@@ -47,22 +47,28 @@ class Batch:
     """Global number of the first sample."""
     padding: torch.Tensor | None = None
     """With packing: which tokens [b, s] only fill a sample, bool."""
+    corpora: torch.Tensor | None = None
+    """The number of each sample's corpus [b], int64."""
 
     def pin_memory(self) -> "Batch":
         """Return a copy in page-locked memory, for asynchronous copies to a device."""
         documents = None if self.documents is None else self.documents.pin_memory()
-        padding = None if self.padding is None else self.padding.pin_memory()
+        padding, corpora = (
+            None if tensor is None else tensor.pin_memory()
+            for tensor in (self.padding, self.corpora)
+        )
         pinned = self.tokens.pin_memory(), self.targets.pin_memory(), documents
-        return Batch(*pinned, self.first_sample, padding)
+        return Batch(*pinned, self.first_sample, padding, corpora)
 
     def to(self, device: torch.device) -> "Batch":
         """Return a copy with all but the documents on `device`. From pinned memory, the host does
         not wait for the copy."""
         tokens, targets = (t.to(device, non_blocking=True) for t in (self.tokens, self.targets))
-        padding = self.padding
-        if padding is not None:
-            padding = padding.to(device, non_blocking=True)
-        return replace(self, tokens=tokens, targets=targets, padding=padding)
+        padding, corpora = (
+            None if tensor is None else tensor.to(device, non_blocking=True)
+            for tensor in (self.padding, self.corpora)
+        )
+        return replace(self, tokens=tokens, targets=targets, padding=padding, corpora=corpora)
 
 
 @dataclass
@@ -129,20 +135,23 @@ class Samples:
 
         Raises UserError for an id that is not in the vocabulary.
         """
-        rows = [self._row(*located) for located in self.locate(first, count)]
+        located = self.locate(first, count)
+        rows = [self._row(corpus, window) for corpus, window in located]
         parts = zip(*rows, strict=True)
         tokens, targets, numbers = (torch.from_numpy(np.stack(part)) for part in parts)
         documents = document_starts(numbers) if self.document_mask else None
         is_packed = any(isinstance(used, PackedRange) for used in self.ranges)
         padding = numbers == self.sequence_length if is_packed else None
-        return Batch(tokens, targets, documents, first, padding)
+        corpora = torch.tensor([corpus for corpus, _ in located])
+        return Batch(tokens, targets, documents, first, padding, corpora)
 
     def padding(self, first: int, count: int) -> Batch:
         """A batch [count, s] of padding alone, without targets. `first`: its `first_sample`."""
         tokens = torch.zeros(count, self.sequence_length, dtype=torch.int64)
         documents = document_starts(tokens) if self.document_mask else None
         targets, padding = torch.full_like(tokens, IGNORE_INDEX), torch.ones_like(tokens).bool()
-        return Batch(tokens, targets, documents, first, padding)
+        corpora = torch.zeros(count, dtype=torch.int64)
+        return Batch(tokens, targets, documents, first, padding, corpora)
 
     def _windows_of(self, corpus: int, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
         used = self.ranges[corpus]

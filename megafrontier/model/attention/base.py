@@ -31,6 +31,8 @@ class Attention(nn.Module):
     """documents: attention within documents (`data.document_mask`). context: parts of sequences
     (`parallel.context`, `split_sequences`). cache: generation (`make_cache`). dropout: of attention
     weights (`model.dropout`)."""
+    has_logits: ClassVar[bool] = False
+    """Whether it has logits, and so `largest_norms`."""
 
     def forward(
         self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
@@ -42,6 +44,11 @@ class Attention(nn.Module):
     def split_sequences(self, exchange: Exchange, size: int, keeps_keys: bool) -> None:
         """Let `forward` process the parts of documents that this process has, one of `size`.
         `keeps_keys`: as for `kernels.chunks.chunk_attention`."""
+        raise NotImplementedError
+
+    def largest_norms(self, hidden: Tensor, context: AttentionContext) -> Tensor:
+        """The largest norm of a query, as it is multiplied with keys, and of a key: fp32 [2].
+        Arguments as of `forward`."""
         raise NotImplementedError
 
     @classmethod

@@ -51,6 +51,7 @@ class SoftmaxAttention(HeadAttention):
     """Each token has weights for itself and those before it, which are the softmax of scores."""
 
     supports = frozenset(("documents", "context", "cache", "dropout"))
+    has_logits = True
 
     def __init__(self, config: ModelConfig, number: int = 0) -> None:
         super().__init__(config, number)
@@ -67,6 +68,11 @@ class SoftmaxAttention(HeadAttention):
         if config.attention.sinks:
             self.sinks = nn.Parameter(torch.empty(self.heads))
             set_spec(self.sinks, ParamSpec("", (self.heads,), "bias", cut="heads"))
+
+    def largest_norms(self, hidden: Tensor, context: AttentionContext) -> Tensor:
+        (query, key, _), _ = self._project(hidden, context)
+        query, key = query.float() * self.multiplier, key.float()
+        return torch.stack([part.norm(dim=-1).amax() for part in (query, key)])
 
     def attend(self, heads: Heads, context: AttentionContext, cache: LayerCache | None) -> Tensor:
         (query, key, value), documents = heads, context.documents

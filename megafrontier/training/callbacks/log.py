@@ -63,6 +63,9 @@ def step_metrics(trainer: Trainer, result: StepResult) -> dict[str, Any]:
     trainer.between_seconds = {}
     if trainer.loss_scale.enabled:
         values["loss_scale"] = result.loss_scale
+    limit = trainer.config.train.clip_grad_norm
+    if limit and not result.skipped:
+        values["clipped"] = result.grad_norm > limit
     if result.skipped:
         values |= {"skipped": True, "samples": list(result.samples)}
     if result.spiked:
