@@ -7,7 +7,7 @@ only exception: it belongs to the root and stays unsharded for the whole pass.
 
 from collections.abc import Callable, Iterator
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,7 @@ from megafrontier.model.recompute.offload import Offload
 from megafrontier.model.scaling import multipliers, scale_specs, scaled
 from megafrontier.model.scores import Scores, chunk_scores, token_scores
 
+EmbeddingPlace = Literal["first", "last", "both"]
 RotaryKind = tuple[float, bool] | None
 """The base of rotary frequencies, and whether `rotary_scaling` holds. None: no rotary positions."""
 
@@ -219,6 +220,12 @@ class _NextTokens(NamedTuple):
     counted: Tensor | None = None
     """The tokens that have a next one."""
 
+    def ids(self, tokens: Tensor) -> Tensor:
+        """The next tokens."""
+        if isinstance(self.with_next, Tensor):
+            return self.with_next
+        return tokens.flatten().roll(-1).view_as(tokens)
+
 
 class GPT(nn.Module):
     """A decoder-only transformer. May be built on the meta device and filled later.
@@ -243,6 +250,9 @@ class GPT(nn.Module):
         self.config = config
         self.is_compiled = compile_blocks
         self.embedding = Embedding(config)
+        self.embedding_place: EmbeddingPlace = "first"
+        """Where it is used: before the first block, or in a pipeline's last stage, which has it for
+        `prediction`, or by a process with both stages in either."""
         modes, offload = modes_of(checkpointing, config.trained_layers), Offload()
         run = compiled(Block.forward_recomputed, cuda_graphs) if compile_blocks else None
         # The numbers of tokens of experts are known only when they run, so these are not compiled.
@@ -288,16 +298,19 @@ class GPT(nn.Module):
         """The modules that the engine unshards one at a time, in forward order.
 
         A matrix that this model uses at both ends belongs to the root. Then the embedding and the
-        head do, too.
+        head do, too. So does an embedding that two stages use.
         """
         blocks = [(f"blocks.{name}", block) for name, block in self.blocks.named_children()]
-        if self.prediction is not None:
-            blocks.append(("prediction", self.prediction))
+        after = [] if self.prediction is None else [("prediction", self.prediction)]
         ends = {n: getattr(self, n) for n in ("embedding", "head") if hasattr(self, n)}
         if self.config.tie_embeddings and len(ends) == 2:
-            return blocks
-        first, last = ([(n, ends[n])] if n in ends else [] for n in ("embedding", "head"))
-        return [*first, *blocks, *last]
+            return [*blocks, *after]
+        embedding, head = ([(n, ends[n])] if n in ends else [] for n in ("embedding", "head"))
+        if self.embedding_place == "both":
+            embedding = []
+        elif self.embedding_place == "last":
+            return [*blocks, *embedding, *after, *head]
+        return [*embedding, *blocks, *after, *head]
 
     def forward(
         self,
@@ -339,7 +352,7 @@ class GPT(nn.Module):
         if self.part is not None and targets is None and has_head:
             raise RuntimeError("logits of divided sequences, need a model on one rank")
         predicts = self.prediction is not None and self.training and torch.is_grad_enabled()
-        predicts = predicts and targets is not None and not scores
+        predicts = predicts and has_head and targets is not None and not scores
         after = _NextTokens()
         if predicts:
             after = self._next_tokens(tokens, targets, documents, padding)
@@ -349,10 +362,12 @@ class GPT(nn.Module):
         tokens, targets, positions, documents = self._own_inputs(tokens, targets, documents, past)
         rotaries = self._rotaries(positions, range(blocks.start, blocks.stop + predicts))
         following: Tensor | None = None
-        if predicts:
+        if hidden is None and predicts:
             hidden, following = self.embedding(tokens, positions, after.with_next)
         elif hidden is None:
             hidden = self.embedding(tokens, positions)
+        elif predicts:
+            following = self.embedding(after.ids(tokens), positions)
         batch, length = tokens.shape
         mask, documents = self._mask_or_documents(hidden, tokens, cache, documents)
         context = AttentionContext(None, mask, documents, (batch, length), counted)

@@ -2,7 +2,8 @@
 
 Costs are FLOPs per token, as `model.flops` counts them: matrix products and attention, of experts
 those that process a token. The embedding counts with the last bits of a cost: its lookup multiplies
-nothing. The head counts fully. With a large vocabulary it costs as much as several blocks.
+nothing. The head counts fully, and with it the block of `prediction`, which uses it a second time.
+With a large vocabulary it costs as much as several blocks.
 """
 
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ def stage_costs(config: ModelConfig, layers: Sequence[int]) -> list[StageCosts]:
     """
     sums = _sums(block_flops(config), embedding_flops(config), head_flops(config))
     late = [0.0, *accumulate(_late_flops(config))]
+    late[-1] += _prediction_flops(config, 2)
     costs = []
     for start, end in pairwise([0, *accumulate(layers)]):
         forward, weights = (sums[end] - sums[start]) / 3, late[end] - late[start]
@@ -77,8 +79,7 @@ def block_flops(config: ModelConfig) -> list[float]:
     for name, spec in parameter_specs(config).items():
         if not name.startswith("blocks."):
             continue
-        share = 1.0 if spec.kind == "router" else _share(config, spec)
-        costs[int(name.split(".")[1])] += 6 * share * spec.valid_numel
+        costs[int(name.split(".")[1])] += 6 * _multiplied(config, spec) * spec.valid_numel
     return costs
 
 
@@ -104,8 +105,26 @@ def embedding_flops(config: ModelConfig) -> float:
 
 
 def head_flops(config: ModelConfig) -> float:
-    """FLOPs per token of the head, forward and backward."""
-    return 6.0 * config.vocab_size * config.hidden
+    """FLOPs per token of what follows the blocks, forward and backward: the head, and the block of
+    `prediction`, with which the head runs twice."""
+    head = 6.0 * config.vocab_size * config.hidden
+    if config.prediction is None:
+        return head
+    attention = kind_of(config, config.layers).flops(config, config.layers)
+    return 2 * head + attention + _prediction_flops(config, 6)
+
+
+def _prediction_flops(config: ModelConfig, factor: int) -> float:
+    """`factor` operations for each element that multiplies a token in the matrices of
+    `prediction`."""
+    specs = parameter_specs(config).items()
+    found = [spec for name, spec in specs if name.startswith("prediction.")]
+    return factor * sum(_multiplied(config, spec) * spec.valid_numel for spec in found)
+
+
+def _multiplied(config: ModelConfig, spec: ParamSpec) -> float:
+    """`_share`, and routers."""
+    return 1.0 if spec.kind == "router" else _share(config, spec)
 
 
 def _sums(blocks: Sequence[float], first: float, last: float) -> list[float]:

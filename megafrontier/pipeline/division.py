@@ -138,8 +138,9 @@ def keep_stages(model: GPT, division: Division, rank: int) -> None:
     """Leave a GPT, which may be on the meta device, only what the stages of a rank of the pipeline
     need. Blocks keep their numbers in names.
 
-    Call it before other splits. A tied matrix then belongs to the first stage and to the last one;
-    if these are on different ranks, its spec says so (`ENDS`).
+    Call it before other splits. The matrix of the embedding belongs to the first stage, and if it
+    is tied, or for `prediction`, to the last one; if these are on different ranks, its spec says so
+    (`ENDS`).
     """
     stages = division.stages_of(rank)
     blocks = nn.ModuleList()
@@ -148,33 +149,40 @@ def keep_stages(model: GPT, division: Division, rank: int) -> None:
             blocks.add_module(str(number), model.blocks[number])
     model.add_module("blocks", blocks)
     has_first, has_last = 0 in stages, division.stages - 1 in stages
-    if model.config.tie_embeddings and has_first != has_last:
+    predicts = model.prediction is not None
+    if (model.config.tie_embeddings or predicts) and has_first != has_last:
         matrix = model.embedding.tokens.weight
         assert isinstance(matrix, nn.Parameter)
         name = "embedding.tokens.weight"
         spec = spec_of(name, matrix)
         set_spec(matrix, replace(spec, name=name, axes=(*spec.axes, ENDS)))
-        if has_last:
+        if has_last and not predicts:
             rows, width = matrix.shape
             with torch.device("meta"):
                 model.head.output = Linear(width, rows, std=0.0)
             model.head.output.weight = matrix
-    if not has_first:
+    if has_last and predicts:
+        model.embedding_place = "both" if has_first else "last"
+    elif not has_first:
         del model.embedding
     if not has_last:
         del model.head
+        model.prediction = None
 
 
 def block_names(model: GPT, division: Division, rank: int) -> list[list[str]]:
     """The names of the engine's blocks (`GPT.units`) in each stage of a rank, for `shard`."""
     known = {name for name, _ in model.units()}
+    last = ["prediction", "head"]
+    if model.embedding_place == "last":
+        last.insert(0, "embedding")
     return [
         [
             name
             for name in (
                 *(["embedding"] if stage == 0 else []),
                 *(f"blocks.{number}" for number in division.blocks(stage)),
-                *(["prediction", "head"] if stage == division.stages - 1 else []),
+                *(last if stage == division.stages - 1 else []),
             )
             if name in known
         ]

@@ -59,7 +59,8 @@ class Pipeline:
         self._messenger = Messenger(engine, mesh, wires)
         self._places = {s: i for i, s in enumerate(division.stages_of(mesh.pipeline_rank))}
         if division.splits_backward:
-            self._split = SplitBackward(model, model.blocks, copies=model.is_compiled)
+            layers = [*model.blocks, *filter(None, [model.prediction])]
+            self._split = SplitBackward(model, layers, copies=model.is_compiled)
         is_early = not engine.delays_early_messages
         self.row = cache(partial(division.row, mesh.pipeline_rank, early=is_early))
         """(micro-batches, trains=True) → what this rank does in a step."""
@@ -154,9 +155,10 @@ class Pipeline:
         """The parameters that a stage uses."""
         names = [f"blocks.{number}" for number in self.division.blocks(stage)]
         has_head = stage == self.division.stages - 1
+        predicts = has_head and self.model.prediction is not None
         is_tied = self.model.config.tie_embeddings and hasattr(self.model, "embedding")
-        names += ["embedding"] * (stage == 0 or (has_head and is_tied))
-        names += ["head"] * has_head
+        names += ["embedding"] * (stage == 0 or predicts or (has_head and is_tied))
+        names += ["prediction"] * predicts + ["head"] * has_head
         for name in names:
             yield from self.model.get_submodule(name).parameters()
 

@@ -163,9 +163,6 @@ def _check_splits(config: Config, splits: Splits) -> None:
     moves = splits.expert > 1 and config.partition.overlap != "none"
     fits = "need 1, or parallel.expert above 1 and partition.overlap: safe or full"
     need(parallel.token_pieces == 1 or moves, "parallel.token_pieces", parallel.token_pieces, fits)
-    if config.model.prediction is not None:
-        fits = "need 1 with model.prediction"
-        need(splits.pipeline == 1, "parallel.pipeline", splits.pipeline, fits)
     check_tensor_split(config.model, tensor)
     check_context_split(config.model, context)
     if config.data.document_mask:

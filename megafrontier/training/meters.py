@@ -6,7 +6,7 @@ import torch
 
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.gpt import GPT
-from megafrontier.model.loss import CorpusLosses, ZLoss
+from megafrontier.model.loss import CorpusLosses, PredictionLoss, ZLoss
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.training.recorder import MetricRecorder
 
@@ -57,11 +57,12 @@ class PredictionMeter(Meter):
     """`prediction_loss`: the mean cross-entropy of the tokens after the next ones."""
 
     def __init__(self, model: GPT, mesh: Mesh) -> None:
-        self._loss, self._mesh = model.head.prediction, mesh
+        head = getattr(model, "head", None)
+        self._loss, self._mesh = PredictionLoss(0.0) if head is None else head.prediction, mesh
 
     def record(self, metrics: MetricRecorder, gradients: Sequence[torch.Tensor]) -> None:
-        """The sum and the number of tokens, which count on the same ranks as the loss."""
-        assert self._loss is not None
+        """The sum and the number of tokens, which count on the same ranks as the loss: 0 without
+        the last stage of a pipeline."""
         found = self._loss.take(self._mesh.device) * self._mesh.counts_loss
         metrics.add("prediction_loss", found, "sum")
 

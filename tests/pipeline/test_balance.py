@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from megafrontier.common.errors import UserError
-from megafrontier.config import ModelConfig, MoEConfig
+from megafrontier.config import ModelConfig, MoEConfig, PredictionConfig
 from megafrontier.model.flops import flops_per_token
 from megafrontier.pipeline.balance import (
     balanced_layers,
@@ -30,6 +30,13 @@ def test_the_costs_of_blocks_and_head_are_the_flops_of_the_model():
         model(layers=3, vocab_size=512),
         model(layers=3, vocab_size=512, tie_embeddings=True),
         model(layers=4, vocab_size=512, moe=MoEConfig(experts=4, active=2, every=2)),
+        model(
+            layers=3,
+            vocab_size=512,
+            position="rotary",
+            prediction=PredictionConfig(),
+            moe=MoEConfig(experts=4, active=2),
+        ),
     ):
         total = sum(block_flops(config)) + head_flops(config)
         assert total == pytest.approx(flops_per_token(config))
@@ -42,6 +49,9 @@ def test_the_backward_of_weights_costs_what_the_matrices_of_blocks_do():
     matrices = 12 * 64**2  # of a block
     assert first.backward_weight == last.backward_weight == 2 * 2 * matrices
     assert last.backward_input - first.backward_input > head_flops(config) / 2
+    predicting = model(layers=4, vocab_size=512, prediction=PredictionConfig())
+    _, last = stage_costs(predicting, (2, 2))
+    assert last.backward_weight == 2 * (2 * matrices + matrices + 2 * 64**2)
 
 
 def test_no_other_division_has_a_faster_slowest_stage():

@@ -11,7 +11,7 @@ from megafrontier.pipeline.table import Action, ActionKind
 from megafrontier.pipeline.work import Work
 from scripts.benchmarks.shared.step_bytes import Pass, step_bytes
 from tests.model.moe.shapes import mixture
-from tests.model.small_models import DELTA_WINDOWS, GEMMA, LATENT_QUERIES, SHAPES
+from tests.model.small_models import DELTA_WINDOWS, GEMMA, LATENT_QUERIES, PREDICTION, SHAPES
 from tests.ranks import run_mesh
 from tests.splits.matrix import (
     Case,
@@ -31,6 +31,21 @@ ZB = {"schedule": "zero_bubble"}
 ZBV = ZB | {"stages_per_rank": 2}
 INTERLEAVED = {"schedule": "interleaved", "stages_per_rank": 2}
 UNEVEN = INTERLEAVED | {"layers": [1, 2, 1, 1]}
+PREDICTING = (
+    ({}, "zero3", {}, {"changes": LLAMA | FOUR | PREDICTION, "documents": True}),
+    ({}, "zero1", INTERLEAVED, {"changes": GROUPED | FOUR | PREDICTION}),
+    ({}, "topo", ZBV, {"changes": GROUPED | FOUR | PREDICTION, "steps": 1}),
+    ({"tensor": 2}, "topo", ZB, {"changes": GROUPED | FOUR | PREDICTION, "documents": True}),
+    ({"context": 2}, "topo", ZBV, {"changes": LLAMA | FOUR | PREDICTION, "documents": True}),
+    (
+        {"expert": 2},
+        "zero3",
+        ZB,
+        {"changes": mixture() | FOUR | PREDICTION, "built": {"checkpointing": "block"}},
+    ),
+)
+"""Splits, strategy, keys of `parallel` and case of models with a block of prediction, whose
+embedding the last stage needs, too."""
 CASES = [
     ((2, 2), Splits(pipeline=2), "topo", Case(GPT2 | FOUR, accumulation=4, parallel=ZB)),
     ((2, 2), Splits(pipeline=2), "zero3", Case(NEOX | FOUR, accumulation=4, parallel=ZBV)),
@@ -84,6 +99,10 @@ CASES = [
         Case(DELTA_WINDOWS, accumulation=4, parallel=ZBV, documents=True),
     ),
     ((2,), Splits(pipeline=2), "ddp", Case(LLAMA | FOUR, accumulation=4)),
+    *(
+        ((2, 2), Splits(pipeline=2, **splits), strategy, Case(accumulation=2, parallel=of, **case))
+        for splits, strategy, of, case in PREDICTING
+    ),
     ((2, 2), Splits(pipeline=4), "topo", Case(NEOX | FOUR, "empty rows", accumulation=8)),
     (
         (2, 2, 2),

@@ -12,7 +12,7 @@ import torch
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafrontier.config import Config, MoEConfig, TrainConfig
+from megafrontier.config import Config, MoEConfig, PredictionConfig, TrainConfig
 from megafrontier.data.sampling.loader import Loader
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.model.moe.router import Router
@@ -58,6 +58,9 @@ def config_of(changes: dict[str, Any]) -> Config:
             continue
         config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
     return config
+
+
+PREDICTING = {"model.position": "rotary", "model.prediction": PredictionConfig()}
 
 
 class CountTensors(TorchDispatchMode):
@@ -125,7 +128,7 @@ CASES: list[tuple[dict[str, int], list[dict[str, Any]]]] = [
         ],
     ),
     ({"tensor": 2}, [TOPO, {"partition.strategy": "mics", **BLOCK}]),
-    ({"pipeline": 2}, [TOPO]),
+    ({"pipeline": 2}, [TOPO, {**TOPO, **PREDICTING}]),
     ({"tensor": 2, "pipeline": 2}, [{**TOPO, "parallel.schedule": "zero_bubble"}]),
 ]
 MORE = [

@@ -75,8 +75,6 @@ BAD = [
      "model.dropout: 0.1, need 0 with delta attention"),
     (("parallel.tensor=null",), "parallel.tensor: null, need an integer or text"),
     (("parallel.expert=2",), "parallel.expert: 2, need 1, or a model with experts (model.moe)"),
-    (("parallel.pipeline=2", "model.position=rotary", "model.prediction={}"),
-     "parallel.pipeline: 2, need 1 with model.prediction"),
     (("parallel.token_pieces=2", "model.moe={experts: 4}"), "parallel.token_pieces: 2, need 1, or "
      "parallel.expert above 1 and partition.overlap: safe or full"),
     (("parallel.expert=4", "model.moe={experts: 6}"), "parallel.expert: 4, does not divide "

@@ -62,7 +62,7 @@ def test_a_run_with_context_parallelism_has_the_losses_of_one_rank(config_file, 
 
 def test_a_run_with_a_pipeline_has_the_losses_of_one_rank(config_file, tmp_path):
     growing = "train.batch_warmup={start: 8, step_by: 4, until: 3}"
-    chosen = (*CHOSEN, growing, "model.layers=4", "train.micro_batch=2")
+    chosen = (*CHOSEN, growing, "model.layers=4", "train.micro_batch=2", "model.prediction={}")
     alone = runs.run(config_file, 1, *chosen, "machine=laptop", f"run.directory={tmp_path}/alone")
     zero_bubble = (
         "parallel.schedule=zero_bubble", "parallel.stages_per_rank=2", "partition.overlap=full",
@@ -70,7 +70,7 @@ def test_a_run_with_a_pipeline_has_the_losses_of_one_rank(config_file, tmp_path)
     for name, schedule in (("1f1b", ()), ("zero_bubble", zero_bubble)):
         own = (f"run.directory={tmp_path}/{name}", "parallel.pipeline=2", *schedule)
         split = runs.run(config_file, 4, *chosen, *own)
-        keys = ("loss", "valid_loss", "grad_norm", "total_tokens", "z_loss")
+        keys = ("loss", "valid_loss", "grad_norm", "total_tokens", "z_loss", "prediction_loss")
         assert numbers(split, *keys) == pytest.approx(numbers(alone, *keys), rel=1e-5)
         assert "pipeline 2" in runs.log(tmp_path / name)
 
