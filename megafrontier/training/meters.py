@@ -11,7 +11,7 @@ from megafrontier.parallel.mesh import Mesh
 from megafrontier.training.recorder import MetricRecorder
 
 
-class Meter:
+class StepMeter:
     """Measures something in each step, on every rank alike: all ranks add the same names with the
     same shapes. The values travel in the message that ends the step (`MetricRecorder`)."""
 
@@ -35,7 +35,7 @@ class Meter:
         least 1. `divisor` []: of the summed gradients, before clipping."""
 
 
-class ZLossMeter(Meter):
+class ZLossMeter(StepMeter):
     """`z_loss`: the mean z-loss of a token."""
 
     def __init__(self, model: GPT, mesh: Mesh) -> None:
@@ -53,7 +53,7 @@ class ZLossMeter(Meter):
         results["z_loss"] = results["z_loss"] / tokens
 
 
-class PredictionMeter(Meter):
+class PredictionMeter(StepMeter):
     """`prediction_loss`: the mean cross-entropy of the tokens after the next ones."""
 
     def __init__(self, model: GPT, mesh: Mesh) -> None:
@@ -73,7 +73,7 @@ class PredictionMeter(Meter):
         results["prediction_loss"] = total / number.clamp(min=1)
 
 
-class CorpusMeter(Meter):
+class CorpusMeter(StepMeter):
     """`corpus_tokens` and `corpus_loss`: the targets of each training corpus in a step, and their
     mean cross-entropy."""
 

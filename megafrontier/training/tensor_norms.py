@@ -15,7 +15,7 @@ from megafrontier.optim.gradients import SquareSums
 from megafrontier.optim.unit_optimizers import UnitOptimizers
 from megafrontier.parallel.param_spec import ParamSpec
 from megafrontier.partition.unit import Unit
-from megafrontier.training.meters import Meter
+from megafrontier.training.meters import StepMeter
 from megafrontier.training.recorder import MetricRecorder
 
 OF_GRADIENTS = "grad_norm_kinds", "grad_norm_blocks"
@@ -23,7 +23,7 @@ OF_UPDATES = "update_norm_kinds", "update_norm_blocks"
 LOGITS = "attention_logit_bound"
 
 
-class TensorNorms(Meter):
+class TensorNorms(StepMeter):
     """Measures every `every` steps. In all other steps it costs nothing.
 
     Note [Norms of updates]

@@ -27,7 +27,7 @@ from megafrontier.plan.assemble import build_model, make_runner
 from megafrontier.plan.resolve import RunPlan, optimizer_groups
 from megafrontier.splits.apply import tensor_collectives
 from megafrontier.training.logging.run_log import RunLogger
-from megafrontier.training.meters import CorpusMeter, Meter, PredictionMeter, ZLossMeter
+from megafrontier.training.meters import CorpusMeter, StepMeter, PredictionMeter, ZLossMeter
 from megafrontier.training.recorder import MetricRecorder
 from megafrontier.training.tensor_norms import TensorNorms
 
@@ -56,7 +56,7 @@ class Trainer:
     run_logger: RunLogger
     balance: Balance | None = None
     """Of the routers, in a mixture of experts."""
-    meters: list[Meter] = field(default_factory=list)
+    meters: list[StepMeter] = field(default_factory=list)
     stateful: dict[str, Any] = field(default_factory=dict)
     kept_states: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """States that checkpoints keep beside those of the optimizer: by name, this rank's 1-D shard of
@@ -176,7 +176,7 @@ def make_trainer(
 
 def _meters(
     config: Config, mesh: Mesh, model: GPT, engine: Engine, optimizer: UnitOptimizers
-) -> Iterator[Meter]:
+) -> Iterator[StepMeter]:
     """What each step measures."""
     if config.train.z_loss:
         yield ZLossMeter(model, mesh)
