@@ -27,7 +27,7 @@ from megafrontier.plan.assemble import build_model, make_runner
 from megafrontier.plan.resolve import RunPlan, optimizer_groups
 from megafrontier.splits.apply import tensor_collectives
 from megafrontier.training.logging.run_log import RunLogger
-from megafrontier.training.meters import CorpusMeter, StepMeter, PredictionMeter, ZLossMeter
+from megafrontier.training.meters import CorpusMeter, PredictionMeter, StepMeter, ZLossMeter
 from megafrontier.training.recorder import MetricRecorder
 from megafrontier.training.tensor_norms import TensorNorms
 
