@@ -23,6 +23,7 @@ from tests.ranks import run_mesh
 KEYS = {
     "step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second",
     "tflops_per_device", "mfu", "memory_gib", "comm", "at", "between_seconds", "goodput",
+    "clipped",
 }  # fmt: skip
 ONE_RANK = ("machine=laptop",)
 
