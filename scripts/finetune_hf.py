@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import megafrontier
+from megafrontier.common.errors import UserError
 
 STEPS, GLOBAL_BATCH, LENGTH = 30, 16, 12
 
@@ -37,7 +38,7 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
     try:
         import peft
     except ModuleNotFoundError as error:
-        raise SystemExit("finetune_hf.py: --lora: no peft, need `pip install peft`") from error
+        raise UserError(f"--lora: {rank}, but peft is missing, need pip install peft") from error
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     return peft.get_peft_model(model, config)
 

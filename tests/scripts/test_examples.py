@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from megafrontier.api.mesh import leave_mesh
+from megafrontier.common.errors import UserError
 from megafrontier.launch.local import fork_ranks
 
 
@@ -79,6 +80,12 @@ def test_a_hugging_face_model_is_fine_tuned_as_in_plain_pytorch_and_saved(tmp_pa
     assert torch.equal(saved.get_input_embeddings().weight, frozen)
     for name, value in saved.state_dict().items():
         assert torch.allclose(value, model.state_dict()[name], atol=1e-4), name
+
+
+def test_adapters_without_their_package_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match="^--lora: 4, but peft is missing, need pip install peft$"):
+        finetune_hf.with_adapters(nn.Linear(2, 2), 4)
 
 
 def test_bad_input_is_one_line_with_code_2(tmp_path):

@@ -68,8 +68,8 @@ def check_own(config: Config) -> None:
     def check_one(path: Path) -> None:
         weights_only = config.checkpoint.weights_only
         checkpoint = upcycled(config, Checkpoint(path, read_manifest(path)), weights_only)
+        check_model(config.model, checkpoint)  # first, because it names all keys that differ
         checkpoint.check_shapes(parameter_shapes(config.model))
-        check_model(config.model, checkpoint)
         if not weights_only:
             check_optimizer(config, checkpoint)
 

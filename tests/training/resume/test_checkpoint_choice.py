@@ -80,7 +80,7 @@ def test_never_refuses_a_directory_that_holds_another_runs_checkpoints(
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ("model.layers=3", r"step-00000002: blocks\.2\..*: missing in the checkpoint"),
+        ("model.layers=3", r"model\.layers: 3, but .* with 2; need the same, or model=from_chec"),
         ("model.heads=1", r"model\.heads: 1, but .*step-00000002 was trained with "),
         ("train.steps=9", None),
     ],
