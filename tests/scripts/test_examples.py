@@ -84,7 +84,7 @@ def test_a_hugging_face_model_is_fine_tuned_as_in_plain_pytorch_and_saved(tmp_pa
 
 def test_adapters_without_their_package_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match="^--lora: 4, but peft is missing, need pip install peft$"):
+    with pytest.raises(UserError, match=r"^--lora: 4, but peft is missing, need pip install peft$"):
         finetune_hf.with_adapters(nn.Linear(2, 2), 4)
 
 
