@@ -55,14 +55,14 @@ def batch(step: int, part: int = 0, parts: int = 1) -> torch.Tensor:
     return ((first + 3 * torch.arange(LENGTH)) % 64).chunk(parts)[part]
 
 
-def main(out: str, model: str | None, machine: str, lora: int = 0) -> None:
+def main(out: str, model: str | None, machine: str, lora: int = 0, steps: int = STEPS) -> None:
     mesh = megafrontier.init_mesh(machine, exit_on_error=True)
     net = with_adapters(build(model), lora) if lora else build(model)
     layers = "base_model.model.model.layers.*" if lora else "model.layers.*"
     net = megafrontier.shard(net, mesh, blocks=layers)
     optimizer = megafrontier.AdamW(net, lr=1e-3, weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
-    for step in range(STEPS):
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
+    for step in range(steps):
         tokens = batch(step, mesh.data_rank, mesh.data_size).to(mesh.device)
         loss = net(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -72,7 +72,7 @@ def main(out: str, model: str | None, machine: str, lora: int = 0) -> None:
         schedule.step()
         mean = mesh.world.sum(loss.detach().double().view(1)).item() / mesh.world.size
         if mesh.rank == 0 and (step + 1) % 10 == 0:
-            print(f"step {step + 1}/{STEPS}  loss {mean:.6f}", flush=True)
+            print(f"step {step + 1}/{steps}  loss {mean:.6f}", flush=True)
     print(f"rank {mesh.rank}: peak memory {peak_gib(mesh.device):.2f} GiB", flush=True)
     full = net.state_dict()  # on every rank, because units are gathered from all of them
     if mesh.rank == 0:
@@ -84,5 +84,6 @@ if __name__ == "__main__":
     parser.add_argument("out", help="folder of the trained model")
     parser.add_argument("--model", help="a Hugging Face name or folder")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0: no adapters")
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--machine", default="laptop", help="a machine's name or file")
     main(**vars(parser.parse_args()))
