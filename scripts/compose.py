@@ -108,6 +108,7 @@ LAYOUT: Choices = {
     "parallel.context": [1, 1, 2, 4],
     "parallel.expert": [1, 2, 4],
     "parallel.token_pieces": [1, 1, 2],
+    "parallel.dispatch": ["auto", "auto", "flat"],
     "parallel.pipeline": [1, 1, 2, 4],
     "parallel.stages_per_rank": [1, 1, 2],
     "parallel.schedule": ["1f1b", "interleaved", "zero_bubble"],

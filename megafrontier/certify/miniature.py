@@ -244,7 +244,7 @@ def _fit_splits(parallel: ParallelConfig, mesh: SmallMesh) -> None:
     parallel.expert, parallel.pipeline = splits.expert, splits.pipeline
     parallel.stages_per_rank = min(parallel.stages_per_rank, 2)
     if splits.expert == 1:
-        parallel.token_pieces = 1
+        parallel.token_pieces, parallel.dispatch = 1, "auto"
     if splits.pipeline == 1:
         parallel.stages_per_rank, parallel.schedule, parallel.layers = 1, "1f1b", []
 

@@ -128,6 +128,11 @@ class ParallelConfig:
     """`expert`: pieces in which the tokens of a micro-batch move to their experts and back. While
     the experts process one piece, the next is on its way, and so are the results of the one
     before. Only with `partition.overlap`."""
+    dispatch: Literal["auto", "levels", "flat"] = "auto"
+    """`expert`: how tokens move to their experts and back. levels: over one level after the other,
+    which sends the fewest rows over slow levels. flat: over all levels at once, as over the
+    outermost, with the fewest messages. auto: neighbouring levels are one if the machine file gives
+    the outer one at least half the `gigabytes_per_second` of the inner one."""
     pipeline: int | str = bounded(1, at_least=1)
     """Ranks that share the blocks: the outermost. A number fills the levels from outside; a level's
     name stands for all ranks from the outermost level down to it."""

@@ -1,6 +1,6 @@
 """The levels of a machine, and one rank's process groups at each of them: the data plane."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Protocol
@@ -50,6 +50,16 @@ class Levels:
     @property
     def ranks(self) -> int:
         return prod(self.sizes)
+
+    def joined(self, inner: Collection[int]) -> "Levels":
+        """These levels, of which the `inner` ones have size 1 because their ranks belong to the
+        next level further out. Ranks keep their numbers."""
+        sizes, carried = list[int](), 1
+        for level, size in enumerate(self.sizes):
+            carried *= size
+            sizes.append(1 if level in inner else carried)
+            carried = carried if level in inner else 1
+        return Levels(self.names, tuple(sizes))
 
     @property
     def strides(self) -> tuple[int, ...]:

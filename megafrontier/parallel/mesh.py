@@ -6,7 +6,7 @@ context × data, and `expert_data` is the rest of these, so a level's coordinate
 expert, expert_data, pipeline).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -155,6 +155,18 @@ class MeshShape:
             stride *= size
         return tuple(found)
 
+    def joined_peers(
+        self, rank: int, axes: Sequence[str], inner: Collection[int]
+    ) -> tuple[tuple[int, ...], ...]:
+        """`peers` at each level of `over(axes).joined(inner)`."""
+        found, steps = list[tuple[int, ...]](), [0]
+        for level, ranks in enumerate(self.peers(rank, axes)):
+            steps = [step + other - rank for other in ranks for step in steps]
+            is_inner = level in inner
+            found.append((rank,) if is_inner else tuple(rank + step for step in steps))
+            steps = steps if is_inner else [0]
+        return tuple(found)
+
     def index(self, rank: int, axes: Sequence[str]) -> int:
         """The number of `rank` among the ranks that differ from it only in `axes`, innermost level
         first."""
@@ -272,6 +284,17 @@ class Mesh:
                 levels, peers, groups, self.world, self.arbiter, outside
             )
         return self._hierarchies[axes]
+
+    def joined(self, axes: Sequence[str], inner: Collection[int]) -> Hierarchy:
+        """`hierarchy` of levels of which the `inner` ones are joined to the next level further out
+        (`Levels.joined`). The call makes groups, so all ranks must make it in the same order."""
+        if not inner:
+            return self.hierarchy(axes)
+        peers = self.shape.joined_peers(self.rank, axes, inner)
+        self._make_groups("+".join(axes), peers)
+        groups = tuple(self._groups[ranks] for ranks in peers)
+        levels, outside = self.shape.over(axes).joined(inner), self._outside(axes)
+        return Hierarchy(levels, peers, groups, self.world, self.arbiter, outside)
 
     def _with_ends(self, axes: tuple[str, ...]) -> Hierarchy:
         """The hierarchy of the other axes with one more level: both ends of this pipeline."""

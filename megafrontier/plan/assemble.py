@@ -51,7 +51,7 @@ def build_model(
         )
     divide_model(model, plan.division, mesh)
     pieces = config.parallel.token_pieces
-    connect = apply_splits(model, mesh, plan.activations, plan.tokens, pieces)
+    connect = apply_splits(model, mesh, plan.activations, plan.tokens, pieces, plan.joined)
     if config.train.linear_precision is not None and reason_not_float8(mesh.world) is None:
         use_float8(model.trained_blocks(), float8_of(mesh.device))
     groups, partition = optimizer_groups(config), config.partition

@@ -170,6 +170,9 @@ def _describe_wires(config: Config, plan: RunPlan) -> str:
             parts.append(f"{name} {_formats_of_work(config, wires, levels)}")
             if name == "activations" and config.partition.wires.activations == "auto":
                 parts[-1] += " (auto)"
+            if name == "tokens" and plan.joined:
+                names = ", ".join(levels.names[level] for level in plan.joined)
+                parts[-1] += f" ({names} with the next level)"
     return f"wires: {'; '.join(parts)}; overlap {config.partition.overlap}"
 
 

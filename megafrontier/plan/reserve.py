@@ -82,8 +82,11 @@ def communicators(plan: RunPlan) -> int:
     axes += [("context", "data"), ("tensor",)] * (splits.tensor > 1)
     axes += [("context",)] * (splits.context > 1)
     axes += [("pipeline",)] * (splits.pipeline > 1)
-    axes += [EXPERT_AXES, ("expert",)] * (splits.expert > 1)
+    axes += [EXPERT_AXES] * (splits.expert > 1)
     peers = {ranks for over in axes for ranks in shape.peers(0, over) if len(ranks) > 1}
+    if splits.expert > 1:
+        found = shape.joined_peers(0, ("expert",), plan.joined)
+        peers |= {ranks for ranks in found if len(ranks) > 1}
     if splits.pipeline > 1:
         peers.add(shape.pipeline_ranks(0))
     return len(peers) + sum(len(ranks) > 1 for ranks in shape.peers(0, AXES))

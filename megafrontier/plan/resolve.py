@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 
 from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.comm.wires.wire import UNCHANGED, WorkWires
@@ -33,6 +34,10 @@ _MOST_MICRO_BATCHES = 2**16
 """Of a rank in a step. Schedules are tables that list each of them."""
 
 
+ALIKE = 2.0
+"""Tokens cross two levels at once if the inner one is at most this many times as fast."""
+
+
 @dataclass(frozen=True)
 class RunPlan:
     """The mesh of a number of ranks on the machine, how state is sharded and sent on its levels,
@@ -49,6 +54,8 @@ class RunPlan:
     """The wires of activations."""
     tokens: WorkWires = UNCHANGED
     """The wires of tokens of an expert split."""
+    joined: tuple[int, ...] = ()
+    """Levels that these cross together with the next one further out."""
 
     @property
     def is_offloaded(self) -> bool:
@@ -107,7 +114,8 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
         measures_norms=True,
     )
     experts = default if config.model.moe is None else _plan_experts(config, shape, default)
-    plan = RunPlan(machine, shape, default, experts, division, activations, tokens)
+    joined = _joined(config.parallel.dispatch, machine, shape.over(("expert",)))
+    plan = RunPlan(machine, shape, default, experts, division, activations, tokens, joined)
     check_optimizers(config.optimizer, ranks, plan.is_offloaded)
     _check_copy(plan, precision)
     return plan
@@ -134,6 +142,23 @@ def _border_rates(machine: MachineConfig, shape: MeshShape) -> dict[str, float |
     levels = shape.over(("pipeline",))
     crossed = (n for n, size in zip(levels.names, levels.sizes, strict=True) if size > 1)
     return {name: machine.levels[name].gigabytes_per_second for name in crossed}
+
+
+def _joined(dispatch: str, machine: MachineConfig, levels: Levels) -> tuple[int, ...]:
+    """The levels that tokens cross together with the next one further out (`parallel.dispatch`)."""
+    active = [level for level, size in enumerate(levels.sizes) if size > 1]
+    rates = [machine.levels[name].gigabytes_per_second for name in levels.names]
+
+    def are_alike(level: int, outer: int) -> bool:
+        fast, slow = rates[level], rates[outer]
+        return fast is not None and slow is not None and fast <= ALIKE * slow
+
+    return tuple(
+        inner
+        for level, outer in pairwise(active)
+        if dispatch == "flat" or (dispatch == "auto" and are_alike(level, outer))
+        for inner in range(level, outer)
+    )
 
 
 def _plan_experts(config: Config, shape: MeshShape, default: StateRules) -> StateRules:
@@ -165,6 +190,9 @@ def _check_splits(config: Config, splits: Splits) -> None:
     need(parallel.token_pieces == 1 or moves, "parallel.token_pieces", parallel.token_pieces, fits)
     check_tensor_split(config.model, tensor)
     check_context_split(config.model, context)
+    fits = "need auto, or parallel.expert above 1"
+    is_chosen = parallel.dispatch == "auto" or splits.expert > 1
+    need(is_chosen, "parallel.dispatch", parallel.dispatch, fits)
     if config.data.document_mask:
         need_feature(config.model, "documents", "data.document_mask", True, "need false")
     tokens = config.train.micro_batch * config.model.sequence_length // context

@@ -126,7 +126,8 @@ def _borders(config: Config, plan: RunPlan) -> list[float]:
 def _tokens(config: Config, plan: RunPlan, recomputed: int) -> list[float]:
     """To ranks with other experts and back, for a micro-batch, if all experts are chosen with equal
     probability."""
-    levels, model, moe = plan.shape.over(("expert",)), config.model, config.model.moe
+    levels = plan.shape.over(("expert",)).joined(plan.joined)
+    model, moe = config.model, config.model.moe
     if moe is None:
         return [0.0] * len(levels.sizes)
     tokens = config.train.micro_batch * model.sequence_length

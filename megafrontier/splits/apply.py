@@ -1,6 +1,6 @@
 """The splits of a mesh, applied to a GPT."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -22,12 +22,14 @@ def apply_splits(
     activations: WorkWires = UNCHANGED,
     tokens: WorkWires = UNCHANGED,
     token_pieces: int = 1,
+    joined: Collection[int] = (),
 ) -> Callable[[Engine], None]:
     """Divide a GPT, which may be on the meta device, as the splits of the mesh say.
 
     Call it before `shard`. The result connects the splits to the engine that `shard` returns; call
     it before the first forward. `activations`, `tokens`: their formats on the levels of the mesh.
-    `token_pieces`: as in `parallel`. Raises UserError for a model that cannot be divided.
+    `token_pieces`: as in `parallel`. `joined`: levels that tokens cross together with the next one
+    further out. Raises UserError for a model that cannot be divided.
     """
     groups: list[tuple[TokenGroup | ExpertGroup, Hierarchy, WorkWires]] = []
     for axis, split in (("tensor", split_tensors), ("context", split_sequences)):
@@ -36,7 +38,7 @@ def apply_splits(
             index, size = hierarchy.shard_index(len(hierarchy.levels.sizes))
             groups.append((split(model, index, size), hierarchy, activations))
     if mesh.splits.expert > 1:
-        hierarchy = mesh.hierarchy(("expert",))
+        hierarchy = mesh.joined(("expert",), joined)
         # By rank, so that neighbours have neighbouring experts.
         experts = split_experts(model, hierarchy.rank, mesh.splits.expert, token_pieces)
         groups.append((experts, hierarchy, tokens))

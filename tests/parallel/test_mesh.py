@@ -90,6 +90,18 @@ def test_experts_are_the_innermost_of_context_and_data():
     assert shape.peers(8, ("expert_data",)) == ((8,), (8,), (8, 24, 40))
 
 
+def test_joined_levels_hold_the_ranks_of_those_inside_them_in_the_same_order():
+    shape = MeshShape(FRONTIER, Splits(tensor=2, context=2, expert=8))
+    levels = shape.over(("expert",))
+    assert levels.joined((1,)).sizes == (1, 1, 8)
+    assert levels.joined(()) == levels
+    assert shape.joined_peers(2, ("expert",), (0, 1)) == ((2,), (2,), (0, 2, 4, 6, 8, 10, 12, 14))
+    assert shape.joined_peers(2, ("expert",), ()) == shape.peers(2, ("expert",))
+    shape = MeshShape(Levels(("pair", "node", "world"), (2, 4, 3)), Splits(expert=24))
+    assert shape.joined_peers(13, ("expert",), (0,)) == ((13,), tuple(range(8, 16)), (5, 13, 21))
+    assert shape.over(("expert",)).joined((0, 1)).coordinates(13) == (0, 0, 13)
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [

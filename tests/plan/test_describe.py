@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from megafrontier.config import Config, MoEConfig, ParallelConfig
 from megafrontier.plan.describe import describe_run
 from megafrontier.plan.resolve import resolve_plan
 from tests import runs
+from tests.model.small_models import small_config
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,11 @@ from tests import runs
             ["parallel.expert=4", "model.moe={experts: 8}", "partition.wires.tokens.node=int8"], 4,
             "weights pair fp32, node fp32; gradients pair fp32, node fp32; tokens pair fp32, node "
             "int8; overlap safe",
+        ),
+        (
+            ["parallel.expert=4", "model.moe={experts: 8}", "parallel.dispatch=flat"], 4,
+            "weights pair fp32, node fp32; gradients pair fp32, node fp32; tokens pair fp32, node "
+            "fp32 (pair with the next level); overlap safe",
         ),
         (
             ["parallel.pipeline=4", "model.layers=4", "partition.wires.activations=auto",
@@ -91,3 +98,27 @@ def test_a_pipelines_bubble_is_logged_and_warned_of_if_micro_batches_are_few(tmp
     lines = list(describe_run(config, resolve_plan(config, 16)))
     (found,) = (text for text in lines if line in text)
     assert "blocks 2, 2, 2, 1" in found
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "rates", "joined"),
+    [
+        ("auto", (150, 38, 20), (1,)),
+        ("auto", (40, 20, 20), (0, 1)),
+        ("auto", (150, None, 20), ()),
+        ("levels", (20, 20, 20), ()),
+        ("flat", (150, 38, 5), (0, 1)),
+    ],
+)
+def test_tokens_cross_levels_of_like_links_at_once(dispatch, rates, joined):
+    names = ("pair", "node", "world")
+    levels = {
+        name: {"size": 2} | ({} if rate is None else {"gigabytes_per_second": rate})
+        for name, rate in zip(names, rates, strict=True)
+    }
+    config = Config(
+        model=small_config(moe=MoEConfig(experts=8)),
+        parallel=ParallelConfig(expert=8, dispatch=dispatch),
+        machine={"levels": levels},
+    )
+    assert resolve_plan(config, 8).joined == joined

@@ -52,6 +52,7 @@ class Case:
     parallel: dict[str, Any] = field(default_factory=dict)
     """Keys of `parallel`, for a pipeline."""
     token_pieces: int = 1
+    joined: tuple[int, ...] = ()
 
 
 def documents(case: Case, step: int, first: int, rows: int) -> torch.Tensor | None:
@@ -117,7 +118,7 @@ def split_model(
         model = GPT(small_config(**case.changes), **built)
     division = Division.of(ParallelConfig(**case.parallel), mesh.splits.pipeline, model.config)
     divide_model(model, division, mesh)
-    connect = apply_splits(model, mesh, wires, wires, case.token_pieces)
+    connect = apply_splits(model, mesh, wires, wires, case.token_pieces, case.joined)
     specs = {name: spec_of(name, parameter) for name, parameter in model.named_parameters()}
     engine = shard(
         model,

@@ -40,12 +40,17 @@ CASES = [
         "topo",
         Case(HYBRID, "empty rows", documents=True, options={"overlap": "full"}),
     ),
-    ((2, 2, 2), Splits(expert=8), "zero1", Case(MIXTURE, "one token", steps=2, token_pieces=2)),
+    (
+        (2, 2, 2),
+        Splits(expert=8),
+        "zero1",
+        Case(MIXTURE, "one token", steps=2, token_pieces=2, joined=(0,)),
+    ),
     (
         (2, 2, 2),
         Splits(tensor=2, context=2, expert=4),
         "hpz",
-        Case(SHARED, steps=2, built={"checkpointing": "selective"}),
+        Case(SHARED, steps=2, built={"checkpointing": "selective"}, joined=(0, 1)),
     ),
     (
         (4,),

@@ -75,6 +75,8 @@ BAD = [
      "model.dropout: 0.1, need 0 with delta attention"),
     (("parallel.tensor=null",), "parallel.tensor: null, need an integer or text"),
     (("parallel.expert=2",), "parallel.expert: 2, need 1, or a model with experts (model.moe)"),
+    (("parallel.dispatch=flat", "model.moe={experts: 4}"), "parallel.dispatch: flat, need auto, or "
+     "parallel.expert above 1"),
     (("parallel.token_pieces=2", "model.moe={experts: 4}"), "parallel.token_pieces: 2, need 1, or "
      "parallel.expert above 1 and partition.overlap: safe or full"),
     (("parallel.expert=4", "model.moe={experts: 6}"), "parallel.expert: 4, does not divide "
