@@ -8,8 +8,9 @@ scripts.benchmarks.slow_network. A step is the forward and backward of one layer
 wait, and moving is not overlapped with it. The rate of the links is such that the flat all-to-all
 of uniformly routed tokens takes 0.75 of the computing, as on Frontier for a layer like
 DeepSeek-V2-Lite's (hidden 2048, experts of 1408) at 40 TF/s on a GCD with 12.5 GB/s; `--slower`
-divides that rate. OUT gets results.json and table.md; rows that are there and not measured again
-stay. Needs root and iproute2.
+divides that rate. Pairs and nodes have the same links, so tokens cross them at once
+(`parallel.dispatch: auto`). OUT gets results.json and table.md; rows that are there and not
+measured again stay. Needs root and iproute2.
 """
 
 import argparse
@@ -50,7 +51,12 @@ model: {{layers: 1, hidden: 32, heads: 2, sequence_length: 8, moe: {{experts: 32
 tokenizer: bytes
 parallel: {{expert: 16}}
 train: {{precision: bf16}}
-machine: {{levels: {{pair: {{size: 2}}, node: {{size: 2}}, world: {{}}}}, device: {{name: cpu}}}}
+machine:
+  levels:
+    pair: {{size: 2, gigabytes_per_second: 1}}
+    node: {{size: 2, gigabytes_per_second: 1}}
+    world: {{}}
+  device: {{name: cpu}}
 """
 ROUTINGS = ("uniform", "natural", "2 nodes", "worst")
 METHODS = ("flat", "bf16", "int8")

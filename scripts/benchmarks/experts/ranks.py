@@ -51,7 +51,7 @@ def run(job: Job) -> Answer:
         else:
             engine = Engine(plan.default, mesh, Overlap("safe", 0))
             codec = None if options["method"] == "bf16" else make_wire(options["method"]).codec
-            dispatch = by_level(mesh, engine, codec)
+            dispatch = by_level(mesh, engine, codec, plan.joined)
         for _ in range(job.warmup):
             layer.step(dispatch)
         mesh.world.all_true(True)
@@ -65,10 +65,12 @@ def run(job: Job) -> Answer:
         return Answer(seconds, sent()[0] - before)
 
 
-def by_level(mesh: Mesh, engine: Engine, codec: Codec | None) -> Callable[..., Any]:
+def by_level(
+    mesh: Mesh, engine: Engine, codec: Codec | None, joined: Sequence[int]
+) -> Callable[..., Any]:
     """The project's dispatch, with `codec` between nodes and bf16 inside."""
     group, inner = ExpertGroup(), [None] * (len(mesh.levels.sizes) - 1)
-    group.connect(engine, mesh.hierarchy(("expert",)), WorkWires((*inner, codec)))
+    group.connect(engine, mesh.joined(("expert",), joined), WorkWires((*inner, codec)))
     return group.dispatch
 
 
