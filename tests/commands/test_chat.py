@@ -105,14 +105,12 @@ def test_each_line_of_the_input_is_a_turn_until_it_ends(my_hf, monkeypatch, capf
     assert err.startswith("megafrontier: --context: 999, need 2 to 96 ")
 
 
-def test_a_chat_that_the_model_cannot_have_is_refused_in_one_line(life, monkeypatch, capfd):
-    run = life / "run"
-    code, _, err = talk(run, "D\n", monkeypatch, capfd, "--chat", "tokenizer")
-    need = "need simple\n"
-    assert (code, err) == (
-        2,
-        f"megafrontier: --chat: tokenizer, but it has no chat template, {need}",
-    )
-    code, _, err = talk(run, "Der Fluß\n", monkeypatch, capfd)
+def test_a_chat_that_the_model_cannot_have_is_refused_in_one_line(my_hf, monkeypatch, capfd):
+    assert main(["import", "my-hf", "--out", "run", "--tokenizer", "bytes"]) == 0
+    capfd.readouterr()
+    code, _, err = talk("run", "Hi?\n", monkeypatch, capfd, "--chat", "tokenizer")
     assert code == 2
-    assert re.fullmatch(r"megafrontier: turn: \d+ tokens, need at most 15\n", err)
+    assert err == "megafrontier: --chat: tokenizer, but it has no chat template, need simple\n"
+    code, _, err = talk("run", "x" * 99, monkeypatch, capfd)
+    assert code == 2
+    assert re.fullmatch(r"megafrontier: turn: \d+ tokens, need at most 95\n", err)
