@@ -394,16 +394,31 @@ def _export(a: argparse.Namespace) -> None:
 
 
 @_command(
-    "Hugging Face model to checkpoint and config",
-    _arg("model", "folder with config.json, safetensors and tokenizer, or a name in the hub"),
+    "Hugging Face model, or Megatron's checkpoint, to checkpoint",
+    _arg(
+        "model",
+        "folder with config.json, safetensors and tokenizer, or a name in the hub",
+        nargs="?",
+    ),
+    _arg("--megatron", "checkpoint of Megatron core instead", type=Path, metavar="DIR"),
     _arg("--out", "folder, or DIR/step-00000000", type=Path, required=True, metavar="DIR"),
     _arg("--tokenizer", "as for prepare, or `none`; default: the folder's", metavar="PATH"),
+    _arg("--weights-only", "with --megatron: without the optimizer's states", action="store_true"),
 )
 def _import(a: argparse.Namespace) -> None:
     """Make a checkpoint of step 0 from a Hugging Face model, to train, evaluate or generate, and a
-    config.yaml beside it, which trains it on."""
+    config.yaml beside it, which trains it on. Or make one of a checkpoint of Megatron core
+    (torch_dist), of its iteration if it has Adam's states."""
+    fits = "need a Hugging Face model or --megatron DIR, one of both"
+    need((a.model is None) != (a.megatron is None), "model", a.model or "missing", fits)
+    if a.megatron is not None:
+        from megafrontier.commands.megatron.command import import_megatron
+
+        print(import_megatron(a.megatron, a.out, a.tokenizer, a.weights_only))
+        return
     from megafrontier.commands.convert import import_command
 
+    need(not a.weights_only, "--weights-only", "given", "need --megatron DIR with it")
     print(made := import_command(a.model, a.out, a.tokenizer))
     _note(f"to train: megafrontier train {made.parent}/config.yaml 'data.train=[{{path: PREFIX}}]'")
 

@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -27,7 +27,6 @@ from megafrontier.checkpoint.host_copy import HostCopy
 from megafrontier.checkpoint.sets import (
     FILES_PER_FOLDER,
     ShardSet,
-    StoredUnit,
     decode_set,
     describe_set,
 )
@@ -44,7 +43,6 @@ from megafrontier.common.errors import StorageFailed, UserError, as_fatal_error
 from megafrontier.common.files import sync_file, sync_folder
 from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.parallel.world import World
-from megafrontier.partition.layout import Layout
 
 Attach = Callable[[Path], None]
 SETS = "sets"
@@ -60,22 +58,6 @@ class OwnShard:
     index: int
     is_writer: bool
     shards: Shards
-
-    @classmethod
-    def of(
-        cls,
-        layouts: Sequence[Layout],
-        shards: Mapping[str, Sequence[torch.Tensor]],
-        index: int = 0,
-        num_shards: int = 1,
-        is_writer: bool = True,
-    ) -> "OwnShard":
-        """A rank's shards of the only set of a checkpoint, whose units all have the states of
-        `shards`: `shards[state][u]` is shard number `index` of the flat buffer with layout
-        `layouts[u]`."""
-        states = {state: tensors[0].dtype for state, tensors in shards.items()}
-        units = [StoredUnit.of(layout, states) for layout in layouts]
-        return cls(ShardSet("", num_shards, units), index, is_writer, shards)
 
     def read(self, part: Slice) -> torch.Tensor:
         """The values of a slice [count], on any device."""

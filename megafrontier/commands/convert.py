@@ -1,6 +1,8 @@
 """The commands `export` and `import`: checkpoints to and from Hugging Face model folders."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -9,8 +11,7 @@ import torch
 
 from megafrontier.checkpoint.format import BUFFER, Manifest
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
-from megafrontier.checkpoint.save import OwnShard, save
-from megafrontier.checkpoint.states import buffers_shard
+from megafrontier.checkpoint.streamed import LoadTensor, save_streamed, unit_of
 from megafrontier.comm.wires.registry import DTYPES
 from megafrontier.commands.checkpoints import check_state, saved_config
 from megafrontier.commands.fine_tuning import CONFIG, write_config
@@ -25,9 +26,7 @@ from megafrontier.data.tokenizers.tokenizer import (
 from megafrontier.families import family_for
 from megafrontier.families.hf_io import described_model, export_model, import_model
 from megafrontier.families.hub import model_folder
-from megafrontier.model.flops import parameter_shapes
-from megafrontier.parallel.world import World
-from megafrontier.partition.layout import Layout
+from megafrontier.model.flops import buffer_shapes, parameter_shapes
 from megafrontier.plan.refuse import check_vocabulary
 
 IMPORTED_SLICE = 2**20
@@ -94,12 +93,8 @@ def import_command(name: str | Path, out: Path, tokenizer: str | None = None) ->
     Raises UserError for a model that GPT cannot express, a tokenizer that does not fit, and a
     folder that holds checkpoints or a config already or cannot be written.
     """
-    if step_of(out):
-        raise UserError(f"--out {out}: the name of another step, need {step_folder(out.parent, 0)}")
-    out = out if step_of(out) is None else out.parent
-    if any(candidates(out)):
-        raise UserError(f"{out}: holds checkpoints; need another --out")
-    need(not (out / CONFIG).exists(), "--out", out, f"holds a {CONFIG}; need another")
+    root = import_root(out, 0)
+    need(not (root / CONFIG).exists(), "--out", root, f"holds a {CONFIG}; need another")
     folder = model_folder(str(name))
     # Check everything first, because reading the weights may take an hour.
     described = described_model(folder)
@@ -112,26 +107,54 @@ def import_command(name: str | Path, out: Path, tokenizer: str | None = None) ->
         raise
     if tokenizer is not None:
         check_vocabulary(Config(model=described[1], tokenizer=tokenizer))
-    out.mkdir(parents=True, exist_ok=True)
-    saved = _save_imported(*import_model(folder), out, spec)
+    root.mkdir(parents=True, exist_ok=True)
+    model, tensors = import_model(folder)
+
+    def load(_: str, name: str) -> torch.Tensor:
+        # Free each tensor at once: a 70B model would take half as much memory again.
+        return tensors.pop(name)
+
+    manifest = Manifest(0, 0, config_to_dict(Config(model=model, tokenizer=spec)))
+    buffers = [name for name in tensors if name not in parameter_shapes(model)]
+    saved = save_imported(root, manifest, model, ["weight"], buffers, load)
     write_config(saved, described[1], has_tokenizer=tokenizer != "none")
     return saved
 
 
-def _save_imported(
-    model: ModelConfig, tensors: dict[str, torch.Tensor], out: Path, tokenizer: str
+def import_root(out: Path, step: int) -> Path:
+    """The folder to write an imported checkpoint of a step into. `out`: that folder, or the
+    checkpoint in it. Raises UserError if it holds checkpoints."""
+    named = step_of(out)
+    if named not in (None, step):
+        fits = f"need {step_folder(out.parent, step)}"
+        raise UserError(f"--out {out}: the name of another step, {fits}")
+    root = out if named is None else out.parent
+    if any(candidates(root)):
+        raise UserError(f"{root}: holds checkpoints; need another --out")
+    return root
+
+
+def save_imported(
+    root: Path,
+    manifest: Manifest,
+    model: ModelConfig,
+    states: Sequence[str],
+    buffers: Sequence[str],
+    load: LoadTensor,
 ) -> Path:
-    """Write a checkpoint of step 0 into `out`, and empty `tensors`. Returns its path."""
-    config = Config(model=model, tokenizer=tokenizer)
-    layout = Layout.build("imported", parameter_shapes(model).items(), 1)
-    flat = torch.zeros(layout.numel)
-    for entry, place in zip(layout.entries, layout.views(flat), strict=True):
-        # Free each tensor at once: a 70B model would take half as much memory again.
-        place.copy_(tensors.pop(entry.name))
-    manifest = Manifest(0, 0, config_to_dict(config), slice_elements=IMPORTED_SLICE)
+    """Write a checkpoint of a model, with the tokenizer of the manifest's config.
+
+    states: in fp32, of each parameter. buffers: their names. `load` is asked for each of both.
+    """
+    types = dict.fromkeys(states, torch.float32)
+    units = [unit_of("imported", parameter_shapes(model), types)]
+    if buffers:
+        shapes = {name: shape for name, shape in buffer_shapes(model).items() if name in buffers}
+        units.append(unit_of("buffers", shapes, {BUFFER: torch.float32}))
+    spec = manifest.config["tokenizer"]
 
     def attach(checkpoint: Path) -> None:
-        save_cached_tokenizer(tokenizer, checkpoint / "tokenizer")
+        save_cached_tokenizer(spec, checkpoint / "tokenizer")
 
-    own = [OwnShard.of([layout], {"weight": [flat]}), *buffers_shard(tensors)]
-    return save(out, manifest, own, World.single(), attach)
+    manifest = replace(manifest, slice_elements=IMPORTED_SLICE)
+    return save_streamed(root, manifest, units, load, attach)

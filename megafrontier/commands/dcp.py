@@ -35,13 +35,11 @@ from megafrontier.checkpoint.boxes import BoxEntry
 from megafrontier.checkpoint.format import BUFFER, Manifest
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
 from megafrontier.checkpoint.requests import Request
-from megafrontier.checkpoint.save import OwnShard, save
-from megafrontier.checkpoint.sets import ShardSet, StoredUnit
+from megafrontier.checkpoint.sets import StoredUnit
+from megafrontier.checkpoint.streamed import save_streamed, unit_of
 from megafrontier.commands.dcp_folder import DCPFolder, DCPTensor
 from megafrontier.common.checkpoints import candidates, of_newest
 from megafrontier.common.errors import UserError, need, print_error
-from megafrontier.parallel.world import World
-from megafrontier.partition.layout import Layout
 
 PROGRESS = "megafrontier.json"
 """Beside an exported checkpoint: step, tokens, config and what else a run goes on from."""
@@ -181,7 +179,15 @@ def import_dcp(folder: Path, out: Path) -> Path:
     if OPTIMIZER_STEPS not in progress["extra"]:
         moments = [source.key for source in sources if source.state == _MOMENT]
         progress["extra"] = progress["extra"] | _optimizer_steps(folder, dcp, moments)
-    return save(out, Manifest(**progress), [_read(dcp, sources)], World.single())
+    by_key = {(source.state, source.name): source for source in sources}
+
+    def load(state: str, name: str) -> torch.Tensor:
+        source = by_key[state, name]
+        values = torch.empty(source.tensor.shape, dtype=_dtype(source))
+        dcp.read(source.key, values)
+        return values
+
+    return save_streamed(out, Manifest(**progress), _units(sources), load)
 
 
 def _read_progress(folder: Path) -> dict[str, Any]:
@@ -249,28 +255,19 @@ def _sources(folder: Path, dcp: DCPFolder, buffers: set[str]) -> Iterator[_Sourc
         )
 
 
-def _read(dcp: DCPFolder, sources: Sequence[_Source]) -> OwnShard:
-    """All tensors, as the only shard of a set that has a unit for each list of states."""
+def _units(sources: Sequence[_Source]) -> list[StoredUnit]:
+    """All tensors, in a unit for each list of states."""
     by_name: dict[str, dict[str, _Source]] = {}
     for source in sources:
         by_name.setdefault(source.name, {})[source.state] = source
-    units: dict[tuple[tuple[str, torch.dtype], ...], list[str]] = {}
+    shapes: dict[tuple[tuple[str, torch.dtype], ...], dict[str, tuple[int, ...]]] = {}
     for name, states in by_name.items():
-        units.setdefault(tuple((s, _dtype(t)) for s, t in states.items()), []).append(name)
-    stored: list[StoredUnit] = []
-    shards: dict[str, list[torch.Tensor | None]] = {source.state: [] for source in sources}
-    for number, (types, names) in enumerate(units.items()):
-        shapes = [(name, _shape(by_name[name])) for name in names]
-        layout = Layout.build(f"imported {number}", shapes, 1)
-        stored.append(StoredUnit.of(layout, dict(types)))
-        for state, tensors in shards.items():
-            dtype = dict(types).get(state)
-            flat = None if dtype is None else torch.zeros(layout.numel, dtype=dtype)
-            tensors.append(flat)
-            views = () if flat is None else zip(names, layout.views(flat), strict=True)
-            for name, view in views:
-                dcp.read(by_name[name][state].key, view)
-    return OwnShard(ShardSet("", 1, stored), 0, True, shards)
+        types = tuple((state, _dtype(source)) for state, source in states.items())
+        shapes.setdefault(types, {})[name] = _shape(states)
+    return [
+        unit_of(f"imported {number}", found, dict(types))
+        for number, (types, found) in enumerate(shapes.items())
+    ]
 
 
 def _dtype(source: _Source) -> torch.dtype:

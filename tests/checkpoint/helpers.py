@@ -1,7 +1,7 @@
 """The state of a small model, sharded as a run would shard it, and ranks that are threads."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from megafrontier.checkpoint.format import Manifest
 from megafrontier.checkpoint.load import Checkpoint
 from megafrontier.checkpoint.save import Attach, OwnShard, save
+from megafrontier.checkpoint.sets import ShardSet, StoredUnit
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
 
@@ -110,6 +111,21 @@ def make_manifest(step: int, **more: Any) -> Manifest:
     return Manifest(step=step, **({"tokens": step * 1000, "slice_elements": 100} | more))
 
 
+def own_shard(
+    layouts: Sequence[Layout],
+    shards: Mapping[str, Sequence[torch.Tensor]],
+    index: int = 0,
+    num_shards: int = 1,
+    is_writer: bool = True,
+) -> OwnShard:
+    """A rank's shards of the only set of a checkpoint, whose units all have the states of
+    `shards`: `shards[state][u]` is shard number `index` of the flat buffer with layout
+    `layouts[u]`."""
+    states = {state: tensors[0].dtype for state, tensors in shards.items()}
+    units = [StoredUnit.of(layout, states) for layout in layouts]
+    return OwnShard(ShardSet("", num_shards, units), index, is_writer, shards)
+
+
 def save_all(
     root: Path,
     step: int = 100,
@@ -126,7 +142,7 @@ def save_all(
 
     def body(world: Threads) -> Path:
         shards = make_shards(layouts, tensors, world.rank, num_shards)
-        own = [OwnShard.of(layouts, shards, world.rank, num_shards)]
+        own = [own_shard(layouts, shards, world.rank, num_shards)]
         return save(root, manifest, own, world, attach)
 
     results = run_threads(num_shards, body)

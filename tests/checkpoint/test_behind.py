@@ -14,7 +14,7 @@ from megafrontier.checkpoint.commands import verify
 from megafrontier.checkpoint.format import CheckpointWriteError, Manifest
 from megafrontier.checkpoint.host_copy import HostCopy
 from megafrontier.checkpoint.load import read_manifest
-from megafrontier.checkpoint.save import OwnShard, PendingSave
+from megafrontier.checkpoint.save import PendingSave
 from megafrontier.checkpoint.shard_file import slice_of, slices_of
 from megafrontier.common.checkpoints import MANIFEST, list_checkpoints
 from megafrontier.parallel.world import World
@@ -28,6 +28,7 @@ from tests.checkpoint.helpers import (
     make_manifest,
     make_shards,
     make_tensors,
+    own_shard,
     run_threads,
     save_all,
 )
@@ -41,7 +42,7 @@ def save_behind(root, step=100, num_shards=4):
 
     def body(world):
         shards = make_shards(layouts, make_tensors(step), world.rank, num_shards)
-        own = [OwnShard.of(layouts, shards, world.rank, num_shards)]
+        own = [own_shard(layouts, shards, world.rank, num_shards)]
         manifest = make_manifest(step, extra={"callbacks": {"counts": [step]}})
         pending = PendingSave(root, manifest, own, world)
         pending.write_behind()
@@ -98,7 +99,7 @@ def test_memory_that_does_not_suffice_for_the_copies_is_a_failed_save(tmp_path, 
 def test_a_kill_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
     origin = save_all(tmp_path / "origin", 100, 1)
     layouts = make_layouts(ALL_IN_ONE, 1)
-    own = [OwnShard.of(layouts, make_shards(layouts, make_tensors(200), 0, 1))]
+    own = [own_shard(layouts, make_shards(layouts, make_tensors(200), 0, 1))]
     manifest = make_manifest(200, slice_elements=1000)
 
     def killed(root: Path, at: int) -> int:
@@ -127,7 +128,7 @@ def test_a_kill_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
 
 def _big(elements):
     layouts = [Layout.build("unit", [("a", (elements // 1024, 1024))], 1)]
-    return OwnShard.of(layouts, {"weight": [torch.randn(elements)]})
+    return own_shard(layouts, {"weight": [torch.randn(elements)]})
 
 
 def test_the_host_holds_at_most_a_tenth_more_than_the_shard(tmp_path):

@@ -23,7 +23,7 @@ from megafrontier.checkpoint.save import OwnShard, save
 from megafrontier.checkpoint.sets import ShardSet, StoredUnit
 from megafrontier.common.errors import UserError
 from megafrontier.partition.layout import Layout
-from tests.checkpoint.helpers import run_threads
+from tests.checkpoint.helpers import own_shard, run_threads
 
 SHAPE = (6, 10)
 
@@ -93,7 +93,7 @@ def save_boxes(root, boxes, num_shards, slice_elements=5):
         padded[:7] = vector
         own = [
             OwnShard(cut, index, True, {"weight": [flat.chunk(num_shards)[index]]}),
-            OwnShard.of([shared], {"weight": [padded.chunk(ranks)[world.rank]]}, world.rank, ranks),
+            own_shard([shared], {"weight": [padded.chunk(ranks)[world.rank]]}, world.rank, ranks),
         ]
         return save(root, Manifest(1, 2, slice_elements=slice_elements), own, world)
 

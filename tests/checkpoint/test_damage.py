@@ -19,13 +19,13 @@ from megafrontier.checkpoint.format import (
     add_checksum,
 )
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint, read_manifest
-from megafrontier.checkpoint.save import OwnShard, save
+from megafrontier.checkpoint.save import save
 from megafrontier.checkpoint.sets import shard_path
 from megafrontier.common.checkpoints import MANIFEST
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Layout
-from tests.checkpoint.helpers import BY_BLOCK, flip, load_all, save_all
+from tests.checkpoint.helpers import BY_BLOCK, flip, load_all, own_shard, save_all
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def small(tmp_path):
 def save_small(root):
     """A checkpoint of one shard, of about a kilobyte."""
     layouts = [Layout.build("unit", [("a", (3, 7)), ("b", (5,))], 1)]
-    own = [OwnShard.of(layouts, {"weight": [torch.arange(layouts[0].numel).float()]})]
+    own = [own_shard(layouts, {"weight": [torch.arange(layouts[0].numel).float()]})]
     return save(root, Manifest(7, 70, slice_elements=8), own, World.single())
 
 

@@ -12,7 +12,7 @@ from megafrontier.checkpoint.boxes import with_boxes
 from megafrontier.checkpoint.commands import verify
 from megafrontier.checkpoint.format import Manifest, crc32_hex
 from megafrontier.checkpoint.load import open_checkpoint
-from megafrontier.checkpoint.save import OwnShard, save
+from megafrontier.checkpoint.save import save
 from megafrontier.checkpoint.sets import ShardSet, StoredUnit, shard_path
 from megafrontier.checkpoint.shard_file import ShardFile, file_size
 from megafrontier.common.checkpoints import MANIFEST
@@ -32,6 +32,7 @@ from tests.checkpoint.helpers import (
     make_manifest,
     make_shards,
     make_tensors,
+    own_shard,
     run_threads,
     save_all,
 )
@@ -117,7 +118,7 @@ def test_only_one_replica_writes_and_all_return(tmp_path):
     def body(world):
         index, replica = world.rank % 4, world.rank // 4
         shards = make_shards(layouts, make_tensors(100), index, 4)
-        own = [OwnShard.of(layouts, shards, index, 4, replica == 0)]
+        own = [own_shard(layouts, shards, index, 4, replica == 0)]
         return save(tmp_path, make_manifest(100), own, world)
 
     assert run_threads(8, body) == [tmp_path / "step-00000100"] * 8
@@ -172,7 +173,7 @@ def test_the_bytes_of_format_version_2_do_not_change(tmp_path, monkeypatch):
             state: [torch.arange(u.numel).chunk(2)[world.rank].to(dtype) for u in layouts]
             for state, dtype in states.items()
         }
-        return save(tmp_path, manifest, [OwnShard.of(layouts, shards, world.rank, 2)], world)
+        return save(tmp_path, manifest, [own_shard(layouts, shards, world.rank, 2)], world)
 
     path, _ = run_threads(2, body)
     text = (path / MANIFEST).read_text().splitlines()
@@ -194,7 +195,7 @@ def _grown_mib(folder: Path, elements: int) -> float:
     spread = torch.stack([tensor, tensor], 1)[:, 0]
     shard = torch.ones(elements // 2, dtype=torch.bfloat16)
     before = resident_bytes("VmHWM")
-    own = [OwnShard.of(layouts, {"weight": [spread]})]
+    own = [own_shard(layouts, {"weight": [spread]})]
     path = save(folder, manifest, own, World.single())
     open_checkpoint(path).fill(layouts, {"weight": [shard]}, 1, 2)
     grown = (resident_bytes("VmHWM") - before) / 2**20
@@ -212,7 +213,7 @@ def test_saving_and_filling_hold_one_slice_in_memory_not_a_tensor(tmp_path):
 
 def test_filling_a_sixteenth_reads_a_sixteenth(tmp_path, monkeypatch):
     layouts, manifest, tensor = _big(2**22)
-    own = [OwnShard.of(layouts, {"weight": [tensor]})]
+    own = [own_shard(layouts, {"weight": [tensor]})]
     path = save(tmp_path, manifest, own, World.single())
     read = []
     real_read_at = ShardFile._read_at
@@ -260,7 +261,7 @@ def test_shards_that_are_not_what_the_manifest_says_are_refused_before_writing(t
     shards = make_shards(layouts, make_tensors(), 0, 1)
     shards["exp_avg"][2] = shards["exp_avg"][2][:-1]
     with pytest.raises(ValueError, match="exp_avg of unit block 1"):
-        save(tmp_path / "c", make_manifest(1), [OwnShard.of(layouts, shards)], World.single())
+        save(tmp_path / "c", make_manifest(1), [own_shard(layouts, shards)], World.single())
     assert not (tmp_path / "c").exists()
     units = [StoredUnit.of(layout, STATES) for layout in layouts]
     with pytest.raises(ValueError, match="do not make 7 shards"):

@@ -14,7 +14,7 @@ from megafrontier.checkpoint import save as save_module
 from megafrontier.checkpoint.commands import verify
 from megafrontier.checkpoint.format import CheckpointWriteError
 from megafrontier.checkpoint.load import open_checkpoint
-from megafrontier.checkpoint.save import OwnShard, save
+from megafrontier.checkpoint.save import save
 from megafrontier.common.checkpoints import list_checkpoints
 from megafrontier.parallel.world import World
 from tests.checkpoint.helpers import (
@@ -27,6 +27,7 @@ from tests.checkpoint.helpers import (
     make_manifest,
     make_shards,
     make_tensors,
+    own_shard,
     run_threads,
     save_all,
 )
@@ -38,7 +39,7 @@ def _save_on_ranks(root: Path, step: int, num_shards: int = 4, attach=None) -> l
 
     def body(world):
         shards = make_shards(layouts, make_tensors(step), world.rank, num_shards)
-        own = [OwnShard.of(layouts, shards, world.rank, num_shards)]
+        own = [own_shard(layouts, shards, world.rank, num_shards)]
         return save(root, make_manifest(step), own, world, attach)
 
     return run_threads(num_shards, body)
@@ -135,7 +136,7 @@ def test_a_shard_without_a_writer_or_with_two_is_not_published(tmp_path):
     def body(world):
         number = piece_of[world.rank]
         shards = make_shards(layouts, make_tensors(), number, 2)
-        own = [OwnShard.of(layouts, shards, number, 2, number in writers)]
+        own = [own_shard(layouts, shards, number, 2, number in writers)]
         return save(tmp_path, make_manifest(1), own, world)
 
     piece_of, writers = [0, 1], {0}
@@ -175,7 +176,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_only_whole_checkpoints(tmp_path):
     def killed_save(root: Path, at: int) -> int:
         def child() -> bool:
             kill_at_call(at)
-            save(root, manifest, [OwnShard.of(layouts, shards)], World.single())
+            save(root, manifest, [own_shard(layouts, shards)], World.single())
             return True
 
         return in_child(child)

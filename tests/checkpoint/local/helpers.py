@@ -20,6 +20,7 @@ from tests.checkpoint.helpers import (
     make_layouts,
     make_shards,
     make_tensors,
+    own_shard,
     run_threads,
 )
 
@@ -98,7 +99,7 @@ class Rank:
         )
 
     def own(self, shards: dict[str, list]) -> list[OwnShard]:
-        return [OwnShard.of(self.layouts, shards, self.world.rank, self.size)]
+        return [own_shard(self.layouts, shards, self.world.rank, self.size)]
 
     def take(
         self, step: int, change: Callable[[int, dict], None] = lambda *_: None
