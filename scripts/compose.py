@@ -98,6 +98,8 @@ TRAINING: Choices = {
         [{"match": "embedding", "lr": 0.003, "weight_decay": 0.05}],
     ],
     "schedule.warmup_steps": [0, 2],
+    "schedule.weight_decay.start": [1.0, 1.0, 0.0],
+    "schedule.weight_decay.end": [1.0, 1.0, 5.0],
     "data.document_mask": [False, True],
     "data.packing": ["none", "none", "best_fit"],
 }

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
+from math import cos, pi
 from pathlib import Path
 from typing import Any
 
@@ -207,10 +208,22 @@ def gap_of_updates(run: TrainedRun, config: Config) -> Gap:
         for optimizer in optimizers if not run.steps[step].get("skipped") else ():
             for group in optimizer.param_groups:
                 group["lr"] = run.steps[step]["lr"] * group["lr_scale"]
+                group["weight_decay"] = _decay_factor(config, step - 1) * group["full_decay"]
             optimizer.step()
         found.append(gap_of_tensors({n: p.data for n, p in parameters.items()}, after))
         before = after
     return largest(found)
+
+
+def _decay_factor(config: Config, step: int) -> float:
+    """What weight decay is multiplied by in a step, counted from 0."""
+    decay, share = config.schedule.weight_decay, step / config.train.steps
+    if config.schedule.by == "tokens":
+        sizes = BatchSizes.of(config.train)
+        share = sizes.before(step) / sizes.before(config.train.steps)
+    if decay.name == "cosine":
+        share = 0.5 - 0.5 * cos(pi * share)
+    return (1 - share) * decay.start + share * decay.end
 
 
 def _plain_optimizers(
@@ -228,6 +241,7 @@ def _plain_optimizers(
         group = {key: values[key] for key in _OPTIONS[values["name"]]}
         group |= {"params": [parameter], "weight_decay": own.get("weight_decay", decay)}
         group |= {"lr_scale": values["lr"] / config.optimizer.lr}
+        group["full_decay"] = group["weight_decay"]
         if values["name"] == "muon":
             rows = spec.head_rows if values["split_heads"] else 0
             group["matrix"] = rows or spec.shape[-2], spec.shape[-1]

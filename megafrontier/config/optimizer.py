@@ -84,6 +84,18 @@ class OptimizerConfig:
 
 
 @dataclass
+class WeightDecayScheduleConfig:
+    """Weight decay that changes over the run, of all groups in proportion."""
+
+    start: float = bounded(1.0, at_least=0)
+    """Weight decay at the first step, as a multiple of `optimizer.weight_decay`."""
+    end: float = bounded(1.0, at_least=0)
+    """The same after the last of `train.steps`."""
+    name: Literal["linear", "cosine"] = "linear"
+    """Between the two."""
+
+
+@dataclass
 class ScheduleConfig:
     name: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     """Learning rate after the warm-up. All but constant decay to `min_lr` by the end."""
@@ -101,8 +113,10 @@ class ScheduleConfig:
     decay_fraction: float = bounded(0.2, at_least=0, at_most=1)
     """wsd: fraction of all steps (of `decay_steps`, if given), at the end, in which the learning
     rate decays linearly."""
+    weight_decay: WeightDecayScheduleConfig = field(default_factory=WeightDecayScheduleConfig)
+    """How weight decay changes. It is multiplied by the learning rate all the same."""
     by: Literal["steps", "tokens"] = "steps"
-    """What the learning rate follows: the steps, or the tokens that they read. With tokens, a step
+    """What both follow: the steps, or the tokens that they read. With tokens, a step
     of a small batch (`train.batch_warmup`) moves the rate less: it climbs to `optimizer.lr` by the
     tokens of the first `warmup_steps`, and decays by the tokens of all steps."""
 

@@ -82,6 +82,8 @@ class UnitOptimizer:
     """Whether the ranks bring the parts of a matrix together for an update. `plan` then runs its
     messages and products; of other optimizers it counts passes over memory."""
     states: dict[str, list[torch.Tensor]]
+    decay_factor: float = 1.0
+    """What the next updates multiply each group's weight decay by."""
 
     @classmethod
     def make(cls, units: Sequence[Unit], groups: Groups, tensor: LevelCollectives | None) -> Self:
@@ -166,6 +168,7 @@ class ShardedOptimizer:
         self.torch = build(
             [{**group, "params": [next(parts)[0] for _ in group["params"]]} for group in groups]
         )
+        self._decays = [group.get("weight_decay", 0.0) for group in self.torch.param_groups]
         self.states: dict[str, list[torch.Tensor]] = {}
         """The states that `flatten` has made flat, by torch's names: one 1-D shard per master."""
 
@@ -202,10 +205,12 @@ class ShardedOptimizer:
         for part, _, _ in self._parts:
             part.grad = None
 
-    def set_rates(self, lr: float) -> None:
-        """Set each param group's learning rate to its `lr_scale` times `lr`."""
-        for group in self.torch.param_groups:
+    def set_rates(self, lr: float, decay_factor: float) -> None:
+        """Set each param group's learning rate to its `lr_scale` times `lr`, and its weight decay
+        to `decay_factor` times the first one."""
+        for group, decay in zip(self.torch.param_groups, self._decays, strict=True):
             group["lr"] = lr * group["lr_scale"]
+            group["weight_decay"] = decay_factor * decay
 
     def slices(
         self, shards: FlatShards
@@ -258,7 +263,7 @@ class ElementwiseOptimizer(ShardedOptimizer, UnitOptimizer):
             return
         else:
             torch._foreach_div_(list(gradients), divisor.item())
-        self.set_rates(lr)
+        self.set_rates(lr, self.decay_factor)
         self.update(gradients)
 
 

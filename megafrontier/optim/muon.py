@@ -116,7 +116,7 @@ class ShardedMuon(ShardedOptimizer, UnitOptimizer):
         """As `UnitOptimizer.step`. All ranks call it. The host does not wait for the device."""
         for gradient in gradients:
             gradient.div_(divisor.float()).masked_fill_(skip > 0, 0.0)
-        self.set_rates(lr)
+        self.set_rates(lr, self.decay_factor)
         self.update(gradients, (1 - skip).float())
 
     def update(self, gradients: FlatShards, keep: torch.Tensor | float = 1.0) -> None:

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step."""
+"""The learning rate and the weight decay as pure functions of the step."""
 
 from collections.abc import Callable
 from math import cos, pi
@@ -32,6 +32,22 @@ def learning_rate(
     decay = min(1.0, schedule.decay_fraction * end / after_warmup)
     factor = _decay_factor(progress, schedule.name, decay)
     return schedule.min_lr + (optimizer.lr - schedule.min_lr) * factor
+
+
+def weight_decay_factor(
+    step: int,
+    steps: int,
+    schedule: ScheduleConfig,
+    samples_before: Callable[[int], int] | None = None,
+) -> float:
+    """What weight decay is multiplied by in the 0-based optimizer `step` out of `steps`: from
+    `start` in the first to `end` after the last, linear or as half a cosine."""
+    now, end = step, steps
+    if schedule.by == "tokens" and samples_before is not None:
+        now, end = map(samples_before, (now, end))
+    progress, decay = min(1.0, now / max(1, end)), schedule.weight_decay
+    share = progress if decay.name == "linear" else (1 - cos(pi * progress)) / 2
+    return decay.start + (decay.end - decay.start) * share
 
 
 def _decay_factor(progress: float, name: str, decay: float) -> float:

@@ -210,5 +210,6 @@ class ShardedSubspace(UnitOptimizer):
             subspace.change.zero_()
             subspace.adamw.step([subspace.gradient], lr, one, no)
             change, group = subspace.receive(), subspace.group
-            master.mul_(1 - lr * group.lr_scale * group.weight_decay).add_(change.view(-1))
+            decay = self.decay_factor * group.weight_decay
+            master.mul_(1 - lr * group.lr_scale * decay).add_(change.view(-1))
         self._steps += 1

@@ -73,16 +73,22 @@ class UnitOptimizers:
             self.states[EMA] = [*self._average]
 
     def step(
-        self, gradients: FlatShards, lr: float, divisor: torch.Tensor, skip: torch.Tensor
+        self,
+        gradients: FlatShards,
+        lr: float,
+        divisor: torch.Tensor,
+        skip: torch.Tensor,
+        decay_factor: float = 1.0,
     ) -> None:
         """`UnitOptimizer.step` of all units. `lr`: that of the schedule; a group's is its
-        `lr_scale` times that."""
+        `lr_scale` times that. `decay_factor`: multiplies the groups' weight decay."""
         if not self._is_averaging:
             # Only now do the masters have their values: initial ones, or of a checkpoint.
             for average, master in zip(self._average, self._masters, strict=False):
                 average.copy_(master)
             self._is_averaging = True
         for optimizer, indices in self._parts:
+            optimizer.decay_factor = decay_factor
             if indices[0] not in self._late:
                 step = partial(optimizer.step, [gradients[i] for i in indices], lr, divisor, skip)
                 self._update(step, indices, skip, self.observe)

@@ -12,7 +12,7 @@ from megafrontier.common.errors import is_collective
 from megafrontier.common.signals import stop_requested
 from megafrontier.data.sampling.batches import BatchSizes
 from megafrontier.data.sampling.samples import Batch
-from megafrontier.optim.schedule import learning_rate
+from megafrontier.optim.schedule import learning_rate, weight_decay_factor
 from megafrontier.parallel.world import World
 from megafrontier.pipeline.work import Work, count_routed
 from megafrontier.splits.context import work_imbalance
@@ -155,6 +155,7 @@ def start_step(
     lr = learning_rate(
         trainer.step, config.train.steps, config.optimizer, config.schedule, sizes.before
     )
+    decay = weight_decay_factor(trainer.step, config.train.steps, config.schedule, sizes.before)
     totals = forward_backward(trainer, heartbeat)
     gradients = engine.finish_gradients()
     if trainer.plan.is_offloaded:
@@ -162,7 +163,7 @@ def start_step(
     for callback in callbacks:
         callback.before_optimizer(trainer, gradients)
     stats = finish_step(trainer, totals, gradients)
-    trainer.optimizer.step(gradients, lr, stats.divisor, stats.skip)
+    trainer.optimizer.step(gradients, lr, stats.divisor, stats.skip, decay)
     for callback in callbacks:
         callback.after_optimizer(trainer, stats)
     scale_change = trainer.loss_scale.update(stats.is_bad)

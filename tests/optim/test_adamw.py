@@ -24,6 +24,10 @@ def rate(step):
     return 0.1 / (step + 1)
 
 
+def decay_factor(step):
+    return 1 - step / 10
+
+
 def reference():
     """Weights and moments of plain torch, decayed and other parameters in two groups."""
     start = values(0)
@@ -36,8 +40,8 @@ def reference():
     for step in range(STEPS):
         gradient = values(step + 1)
         parameters[0].grad, parameters[1].grad = gradient[:DECAYED], gradient[DECAYED:]
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step)
+        for group, decay in zip(optimizer.param_groups, (0.3, 0.0), strict=True):
+            group["lr"], group["weight_decay"] = rate(step), decay * decay_factor(step)
         optimizer.step()
     state = [optimizer.state[parameter] for parameter in parameters]
     return (
@@ -64,6 +68,7 @@ def make(cuts, fused, weights=None):
 
 def run(optimizer, cuts, first, last):
     for step in range(first, last):
+        optimizer.decay_factor = decay_factor(step)
         step_once(optimizer, cuts, values(step + 1), rate(step), torch.tensor(0.0))
 
 

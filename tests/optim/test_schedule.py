@@ -5,7 +5,9 @@ from itertools import pairwise
 import pytest
 
 from megafrontier.config import OptimizerConfig, ScheduleConfig
-from megafrontier.optim.schedule import learning_rate
+from megafrontier.config.optimizer import WeightDecayScheduleConfig
+from megafrontier.optim.schedule import learning_rate, weight_decay_factor
+from tests import runs
 
 STEPS = 100
 PEAK, FLOOR = 1.0, 0.1
@@ -79,3 +81,39 @@ def test_by_tokens_the_rate_follows_what_smaller_batches_read():
     assert found[:60] == pytest.approx(climbing)
     falling = [1 - (before[step] - warmup) / (before[STEPS] - warmup) for step in range(60, STEPS)]
     assert found[60:] == pytest.approx(falling)
+
+
+def factors(start, end, name, **others):
+    decay = WeightDecayScheduleConfig(start, end, name)
+    schedule = ScheduleConfig(weight_decay=decay)
+    return [weight_decay_factor(s, STEPS, schedule, **others) for s in range(STEPS + 5)]
+
+
+def test_weight_decay_goes_from_its_start_to_its_end_and_stays():
+    assert set(factors(1.0, 1.0, "cosine")) == {1.0}
+    linear, cosine = factors(0.5, 2.0, "linear"), factors(0.5, 2.0, "cosine")
+    for found in (linear, cosine):
+        assert found[0] == 0.5
+        assert found[STEPS // 2] == pytest.approx(1.25)
+        assert found[STEPS:] == [2.0] * 5
+    assert linear[20] == pytest.approx(0.8)
+    assert cosine[20] == pytest.approx(0.5 + 1.5 * 0.0954915)
+    schedule = ScheduleConfig(weight_decay=WeightDecayScheduleConfig(0.0), by="tokens")
+    assert weight_decay_factor(5, STEPS, schedule, lambda step: step**2) == pytest.approx(0.0025)
+
+
+def test_weight_decay_of_all_optimizers_of_a_run_is_scaled(config_file, tmp_path):
+    groups = "optimizer.groups=[{match: 'matrix:blocks.*', name: muon, weight_decay: %s}]"
+
+    def run(name, decay, own, *more):
+        chosen = (
+            f"optimizer.weight_decay={decay}",
+            groups % own,
+            f"run.directory={tmp_path}/{name}",
+        )
+        return runs.losses(runs.run(config_file, 1, *runs.ONE, *chosen, "train.steps=4", *more))
+
+    half = [f"schedule.weight_decay.{key}=0.5" for key in ("start", "end")]
+    plain = run("plain", 0.5, 1.0)
+    assert run("scaled", 1.0, 2.0, *half) == plain
+    assert run("other", 1.0, 2.0) != plain
