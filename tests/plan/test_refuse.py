@@ -51,7 +51,7 @@ def test_a_rank_needs_at_least_state_buffers_and_block_inputs():
     ("name", "nodes", "splits", "state", "buffers"),
     [
         ("llama-70b", 128, Splits(tensor=8, pipeline=4), 13.5, 0.489),
-        ("llama-8b-128k", 32, Splits(context=8), 2.34, 6.60),
+        ("llama-8b-128k", 32, Splits(tensor=4, context=8), 11.6, 0.489),
         ("llama-175b", 64, Splits(tensor=4, pipeline=16), 20.06, 1.69),
     ],
 )
