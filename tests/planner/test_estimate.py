@@ -28,6 +28,7 @@ SMALL = (
         ("gpt-125m", ("partition.strategy=ddp", "parallel.tensor=pair")),
         ("gpt-125m", ("parallel.tensor=4", "train.activation_checkpointing=block")),
         ("moe-quickstart", ("machine=frontier", "parallel.expert=8")),
+        ("moe-quickstart", ("machine=frontier", "parallel.expert=8", "parallel.dispatch=flat")),
     ],
 )
 def test_the_bytes_of_each_level_are_nearly_those_of_the_simulation(name, chosen):
