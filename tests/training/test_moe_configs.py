@@ -11,7 +11,7 @@ from megafrontier.plan.resolve import resolve_plan
 
 @pytest.mark.parametrize(
     ("name", "ranks", "billions", "active"),
-    [("moe-8x7b", 128, 46.7, 12.9), ("moe-30b-a3b", 64, 30.5, 3.35), ("moe-200b", 512, 202, 20.4)],
+    [("moe-8x7b", 128, 46.7, 12.9), ("moe-30b-a3b", 128, 30.5, 3.35), ("moe-200b", 512, 202, 20.4)],
 )
 def test_a_configuration_has_its_parameters_and_fits_frontier(name, ranks, billions, active):
     config = load_config(f"configs/{name}.yaml", ["tokenizer=none"])
