@@ -8,10 +8,9 @@ process's losses, gradients, states and evaluations (`megafrontier.certify`). Ea
 JSON. Cases that are in the file already are not run again. The exit code is 1 if any case has a
 gap, fails or does not end.
 
-Some random models amplify rounding: one process differs from itself by more than 1e-6 if it only
-sums its micro-batches in another order. The bound of such a case is `TIMES_ROUNDING` times that
-difference. If the difference is more than `MOST_ROUNDING`, because tokens go to other experts, the
-case shows nothing: it is open.
+A gap is judged beside the rounding of one process (`megafrontier.certify.promises`, Note
+[Rounding]). If that is more than `MOST_ROUNDING`, because tokens go to other experts, the case
+shows nothing: it is open.
 """
 
 import argparse
@@ -29,7 +28,13 @@ from typing import Any
 from megafrontier.certify.certificate import Finding, worst
 from megafrontier.certify.command import computing_alone
 from megafrontier.certify.miniature import RECORDER, SAVED, STEPS, alone, exact
-from megafrontier.certify.promises import compare_after_resume, compare_runs
+from megafrontier.certify.promises import (
+    beside_rounding,
+    compare_after_resume,
+    compare_runs,
+    largest_gap,
+    may_be_rounding,
+)
 from megafrontier.certify.runs import TrainedRun, TrialFailed, run_training, write_corpora
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, config_from_dict
@@ -37,8 +42,6 @@ from megafrontier.plan.refuse import check_layout
 
 LIMIT_SECONDS = 600.0
 MANY_TRIES = 500
-TIMES_ROUNDING = 8
-"""A layout changes the order of many more sums than a micro-batch does."""
 MOST_ROUNDING = 0.05
 """A larger bound would show nothing."""
 
@@ -192,17 +195,10 @@ def findings(
         found.append(compare_after_resume("relay", later, reference))
         if any(map(may_be_rounding, found)):
             rounding = measure_rounding(first, reference, folder)
-            found = [beside_rounding(finding, rounding) for finding in found]
+            found = [judged(finding, rounding) for finding in found]
         yield from found
     except TrialFailed as error:
         yield Finding("runs end well", "broken", where=str(error))
-
-
-def may_be_rounding(finding: Finding) -> bool:
-    """Whether a model that amplifies rounding could have such a gap. Equality has no bound."""
-    if finding.status != "broken" or finding.figure is None:
-        return False
-    return bool(finding.bound)
 
 
 def measure_rounding(config: Config, reference: TrainedRun, folder: Path) -> float:
@@ -210,18 +206,17 @@ def measure_rounding(config: Config, reference: TrainedRun, folder: Path) -> flo
     other = alone(config)
     other.train.micro_batch = 1
     run = run_training(other, 1, folder / "rounding", LIMIT_SECONDS)
-    return max(f.figure or 0.0 for f in compare_runs(run, reference) if f.bound)
+    return largest_gap(compare_runs(run, reference))
 
 
-def beside_rounding(finding: Finding, rounding: float) -> Finding:
-    """A finding, judged by the gap of one process to itself."""
+def judged(finding: Finding, rounding: float) -> Finding:
+    """A finding, beside the gap of one process to itself."""
     if not may_be_rounding(finding):
         return finding
     if rounding > MOST_ROUNDING:
         where = f"one process differs from itself by {rounding:.2g}"
         return replace(finding, status="open", where=where)
-    bound = min(MOST_ROUNDING, TIMES_ROUNDING * rounding)
-    return Finding.within(finding.promise, finding.figure or 0.0, bound, finding.where)
+    return beside_rounding(finding, rounding, MOST_ROUNDING)
 
 
 def draw(dice: random.Random, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

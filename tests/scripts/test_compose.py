@@ -7,7 +7,7 @@ import pytest
 
 from megafrontier.certify.certificate import Finding
 from megafrontier.plan.refuse import check_layout
-from scripts.compose import beside_rounding, build, draw, findings, finished
+from scripts.compose import build, draw, findings, finished, judged
 
 
 def test_a_case_is_drawn_again_from_its_name_and_both_layouts_can_run(tmp_path):
@@ -31,11 +31,11 @@ def test_a_layout_that_cannot_end_is_a_finding(tmp_path):
 )
 def test_a_gap_is_a_fault_unless_one_process_has_nearly_the_same_to_itself(figure, bound, status):
     finding = Finding("every gradient", "broken", figure, bound)
-    assert beside_rounding(finding, rounding=8e-6).status == status
+    assert judged(finding, rounding=8e-6).status == status
 
 
 def test_a_case_is_open_if_one_process_alone_differs_from_itself_by_much():
-    finding = beside_rounding(Finding("every gradient", "broken", 0.14, 1e-5), rounding=0.1)
+    finding = judged(Finding("every gradient", "broken", 0.14, 1e-5), rounding=0.1)
     assert (finding.status, finding.where) == ("open", "one process differs from itself by 0.1")
 
 
