@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from megafrontier.common.errors import UserError
-from megafrontier.config.fields import RESUME, marked
+from megafrontier.config.fields import RESUME, bounded, marked
 
 
 @dataclass
@@ -22,6 +22,10 @@ class CorpusConfig:
     """In `data.train`: the name in `corpus_tokens` and `corpus_loss` of metrics.jsonl, which
     several corpora may share; default: the last part of `path`. In `data.valid`: also evaluate the
     corpora of this name alone, over as many batches, as the metric `valid_loss/NAME`."""
+    epochs: float | None = bounded(None, above=0)
+    """In `data.train`: how often this corpus may be read, 1.5 for one and a half times. Afterwards
+    the others share its samples by their weights. A run with more steps than all corpora together
+    allow is refused. null: without end."""
 
     @property
     def weights(self) -> list[list[float]]:

@@ -176,6 +176,9 @@ def _check_data(config: Config) -> None:
             fits = "need letters, digits, `.`, `_` or `-`"
             need(is_name, f"data.{key}[{i}].name", corpus.name, fits)
             _check_weight(f"data.{key}[{i}].weight", corpus.weight, key == "train")
+            fits = "need null; only data.train is read several times"
+            has_epochs = key == "train" or corpus.epochs is None
+            need(has_epochs, f"data.{key}[{i}].epochs", corpus.epochs, fits)
         _check_curriculum(f"data.{key}", corpora)
     is_split = len(data.split) == 2 and min(data.split) >= 0 and data.split[0] > 0
     fits = "need two parts, training above 0 and validation 0 or more"

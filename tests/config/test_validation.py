@@ -173,6 +173,10 @@ REFUSED = [
         ["data.train=[{path: a, weight: b}]"],
         "data.train[0].weight: b, need a finite number or a list",
     ),
+    (
+        ["data.valid=[{path: a, epochs: 2}]"],
+        "data.valid[0].epochs: 2.0, need null; only",
+    ),
     (["data.packing=best_fit"], "data.packing: best_fit, need none, or data.document_mask=true"),
     (["data.skip=[[1, 2], [5, 5]]"], "data.skip[1]: [5, 5], need [from, to] with 0 <= from < to"),
     (

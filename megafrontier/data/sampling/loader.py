@@ -8,8 +8,10 @@ from typing import Literal
 
 import torch
 
+from megafrontier.common.errors import need
 from megafrontier.config import Config
 from megafrontier.data.sampling.batches import BatchSizes, SiteShare
+from megafrontier.data.sampling.order import Curriculum
 from megafrontier.data.sampling.samples import Batch, OpenCorpora, Samples, open_samples
 from megafrontier.data.tokenizers.tokenizer import cached_tokenizer
 
@@ -146,7 +148,8 @@ def open_loader(
     opened: as for `open_samples`.
     ids: the number of the tokenizer's; None: it is loaded.
 
-    Raises UserError for a corpus that cannot be read, and if the batch does not divide.
+    Raises UserError for a corpus that cannot be read, if the batch does not divide, and if the
+    epochs of all corpora are over before the last step.
     """
     # A special token that was added to the tokenizer alone has no row in the model.
     ids = cached_tokenizer(config.tokenizer).vocab_size if ids is None else ids
@@ -164,7 +167,19 @@ def open_loader(
         share = SiteShare(sum(batches[:number]), sum(batches))
     micro_batch = config.train.micro_batch
     elastic = config.train.elastic
-    return Loader(samples, sizes, micro_batch, data_rank, data_size, skip, device, share, elastic)
+    place = data_rank, data_size
+    loader = Loader(samples, sizes, micro_batch, *place, skip, device, share, elastic)
+    if part == "train":
+        _check_end(loader, config.train.steps)
+    return loader
+
+
+def _check_end(loader: Loader, steps: int) -> None:
+    """Raise UserError if the corpora's epochs end before the run does."""
+    blend, (_, wanted) = loader.samples.blend, loader.sample_range(steps - 1)
+    end = blend.end if isinstance(blend, Curriculum) else None
+    fits = f"need at least {wanted}, for train.steps ({steps})"
+    need(end is None or wanted <= end, "data.train: epochs", f"{end} samples", fits)
 
 
 def open_named_loaders(

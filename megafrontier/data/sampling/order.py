@@ -5,15 +5,16 @@ corpus). The number is split into (epoch, index in the epoch). A permutation key
 and epoch maps the index to a window. Every rank can therefore compute any sample at any time.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import pairwise
-from math import lcm
+from math import inf, lcm
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megafrontier.common.errors import UserError
 from megafrontier.config import weight_at
 
 Uint64 = NDArray[np.uint64]
@@ -62,8 +63,12 @@ class Blend:
 class Curriculum:
     """A blend whose weights change at some samples. Each corpus counts on where it was."""
 
-    def __init__(self, starts: Sequence[int], weights: Sequence[Sequence[float]]) -> None:
-        """`weights` [phases][corpora] from global sample `starts` [phases] on; the first is 0."""
+    def __init__(
+        self, starts: Sequence[int], weights: Sequence[Sequence[float]], end: int | None = None
+    ) -> None:
+        """`weights` [phases][corpora] from global sample `starts` [phases] on; the first is 0.
+        `end`: the number of samples, if it is limited."""
+        self.end = end
         self._starts, self._blends = list(starts), [Blend(of_phase) for of_phase in weights]
         self._before = [[0] * len(weights[0])]
         for blend, (start, stop) in zip(self._blends, pairwise(starts), strict=False):
@@ -71,22 +76,65 @@ class Curriculum:
             self._before.append([a + b for a, b in zip(self._before[-1], counts, strict=True)])
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """As `Blend.locate`."""
+        """As `Blend.locate`. Raises UserError for a sample behind the last one."""
+        if self.end is not None and sample >= self.end:
+            raise UserError(
+                f"data.train: sample {sample}, the corpora give {self.end} by their epochs, need "
+                "more epochs or fewer steps"
+            )
         phase = bisect_right(self._starts, sample) - 1
         corpus, number = self._blends[phase].locate(sample - self._starts[phase])
         return corpus, number + self._before[phase][corpus]
 
 
 def make_blend(
-    curricula: Sequence[Sequence[Sequence[float]]], samples_before: Callable[[int], int]
+    curricula: Sequence[Sequence[Sequence[float]]],
+    samples_before: Callable[[int], int],
+    budgets: Sequence[int | None] = (),
 ) -> Blend | Curriculum:
     """The blend of corpora by their `CorpusConfig.weights`: [step, weight] from each of these data
-    steps on. `samples_before`: the samples of all data steps before one."""
+    steps on. `samples_before`: the samples of all data steps before one. `budgets`: the most
+    samples of each corpus; None: without end."""
     steps = sorted({int(step) for curriculum in curricula for step, _ in curriculum})
     phases = [[weight_at(step, curriculum) for curriculum in curricula] for step in steps]
-    if len(steps) == 1:
-        return Blend(phases[0])
-    return Curriculum([samples_before(step) for step in steps], phases)
+    starts = [samples_before(step) for step in steps]
+    if any(budget is not None for budget in budgets):
+        return _limited(starts, phases, budgets)
+    return Blend(phases[0]) if len(steps) == 1 else Curriculum(starts, phases)
+
+
+def _limited(
+    starts: Sequence[int], phases: Sequence[Sequence[float]], budgets: Sequence[int | None]
+) -> Curriculum:
+    """A curriculum in which a corpus has weight 0 from the sample on at which its budget is spent.
+    So each phase ends where the next budget does, and the blend has no state."""
+    found: dict[int, list[float]] = {}
+    left = [inf if budget is None else budget for budget in budgets]
+    for start, stop, phase in zip(starts, [*starts[1:], None], phases, strict=True):
+        while stop is None or start < stop:
+            weights = [w if rest else 0.0 for w, rest in zip(phase, left, strict=True)]
+            if not any(weights):
+                return Curriculum(list(found), list(found.values()), end=start)
+            found[start], blend = weights, Blend(weights)
+            drawn = [rest if w else inf for w, rest in zip(weights, left, strict=True)]
+            length = _until_spent(blend, drawn)
+            if length is None and stop is None:
+                return Curriculum(list(found), list(found.values()))
+            room = inf if stop is None else stop - start
+            length = int(min(room, inf if length is None else length))
+            left = [rest - n for rest, n in zip(left, blend.counts(length), strict=True)]
+            start += length
+    raise AssertionError("the last phase has no end")
+
+
+def _until_spent(blend: Blend, left: Sequence[float]) -> int | None:
+    """How many samples of a blend there are until a corpus has given all that is `left`."""
+    lengths = [
+        bisect_left(range(2**62), rest, key=lambda n: blend.counts(n)[corpus])
+        for corpus, rest in enumerate(left)
+        if rest < inf
+    ]
+    return min(lengths, default=None)
 
 
 def _share(count: int, weight: int, total: int) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megafrontier.common.errors import UserError
+from megafrontier.common.errors import UserError, need
 from megafrontier.config import DataConfig, refuse_no_corpus
 from megafrontier.data.corpus.indexed import IndexedDataset, bin_path
 from megafrontier.data.sampling.order import Blend, Curriculum, make_blend, make_key, permute
@@ -238,6 +238,8 @@ def open_samples(
     `samples_before`: the samples of all data steps before one, for weights that change. `opened`:
     corpora that are open already. It gets those that this opens.
 
+    A training corpus with `epochs` gives so many samples at most.
+
     With `data.valid`, every corpus is used whole; without, `data.split` divides each training
     corpus. Returns None if there are no validation samples. Raises UserError for a corpus that
     cannot be read or is too short for one window.
@@ -256,16 +258,28 @@ def open_samples(
     found = [
         open_one(opened[c.path], sequence_length, split, subset, bool(data.valid)) for c in corpora
     ]
-    used = [(r, c.weights) for r, c in zip(found, corpora, strict=True) if r.windows]
+    used = [(r, c.weights, c.epochs) for r, c in zip(found, corpora, strict=True) if r.windows]
     if not used:
         return None
-    ranges, curricula = zip(*used, strict=True)
+    ranges, curricula, epochs = zip(*used, strict=True)
     if subset == "valid":
         # The same samples whenever they are read: those of the last weights.
         curricula = tuple([[0, weights[-1][1]]] for weights in curricula)
+        epochs = (None,) * len(epochs)
     order = seed if subset == "train" else None
-    blend = make_blend(curricula, samples_before)
+    budgets = [_budget(*each) for each in zip(ranges, epochs, strict=True)]
+    blend = make_blend(curricula, samples_before, budgets)
     return Samples(ranges, blend, sequence_length, vocab_size, order, data.document_mask)
+
+
+def _budget(used: WindowRange | PackedRange, epochs: float | None) -> int | None:
+    """The samples of so many epochs. Raises UserError if there is none."""
+    if epochs is None:
+        return None
+    budget = int(used.windows * Fraction(str(epochs)))
+    fits = f"need at least {1 / used.windows:.2g} for one of the {used.windows} sequences of "
+    need(budget > 0, "data.train: epochs", epochs, f"{fits}{used.corpus.prefix}")
+    return budget
 
 
 def _open_windows(

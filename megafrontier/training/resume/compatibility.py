@@ -174,15 +174,18 @@ def _changes(config: Config, manifest: Manifest) -> Iterator[ChangedKey]:
 
 
 def corpus_changes(trainer: Trainer, manifest: Manifest) -> list[str]:
-    """A line if the training corpora have other weights or content, in whatever files they are.
+    """A line if the training corpora have other weights, epochs or content, in whatever files they
+    are.
 
     The order is one of all windows, so a corpus that has grown changes all of it.
     """
     samples, saved = trainer.loader.samples, manifest.extra
-    weights = [corpus.weight for corpus in trainer.config.data.train]
-    before = [corpus["weight"] for corpus in manifest.config["data"]["train"]]
-    if weights != before:
-        return [f"data.train: weights {weights}, was {before}"]
+    given = trainer.config.data.train
+    for key in ("weight", "epochs"):
+        now = [getattr(corpus, key) for corpus in given]
+        before = [corpus.get(key) for corpus in manifest.config["data"]["train"]]
+        if now != before:
+            return [f"data.train: {key} {now}, was {before}"]
     if samples.windows != saved.get("windows", samples.windows):
         return [f"data.train: windows {samples.windows}, was {saved['windows']}"]
     # Only rank 0 has both, and only it prints.

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from megafrontier.data.sampling.order import Blend, make_blend, make_key, permute
+from megafrontier.common.errors import UserError
+from megafrontier.data.sampling.order import Blend, Curriculum, make_blend, make_key, permute
 
 
 def order(size: int, seed: int = 1, corpus: int = 0, epoch: int = 0) -> list[int]:
@@ -77,3 +78,37 @@ def test_a_curriculum_changes_the_blend_and_each_corpus_counts_on() -> None:
         assert numbers == list(range(len(numbers)))
     constant = make_blend([[[0, 0.7]], [[0, 0.3]]], int)
     assert isinstance(constant, Blend)
+
+
+def test_a_corpus_whose_budget_is_spent_leaves_its_share_to_the_others() -> None:
+    fixed = [[[0, 0.5]], [[0, 0.3]], [[0, 0.2]]]
+    blend = make_blend(fixed, int, [None, 30, 60])
+    located = [blend.locate(sample) for sample in range(400)]
+    assert located == [blend.locate(sample) for sample in reversed(range(400))][::-1]
+    for corpus, count in enumerate((310, 30, 60)):
+        numbers = [number for c, number in located if c == corpus]
+        assert numbers == list(range(count))
+    last = max(n for n, (c, _) in enumerate(located) if c == 1)
+    assert 96 <= last <= 104, "the 30th of 3 in 10"
+    after = [c for c, _ in located[last + 1 : last + 71]]
+    assert after.count(0) == 50, "weights 0.5 and 0.2"
+    assert located[: last + 1] == [make_blend(fixed, int).locate(n) for n in range(last + 1)]
+
+
+def test_samples_end_when_all_budgets_are_spent() -> None:
+    blend = make_blend([[[0, 1.0]], [[0, 1.0]]], int, [7, 40])
+    assert isinstance(blend, Curriculum)
+    assert blend.end == 47
+    located = {blend.locate(sample) for sample in range(47)}
+    assert located == {(0, n) for n in range(7)} | {(1, n) for n in range(40)}
+    with pytest.raises(UserError, match="sample 47, the corpora give 47 by their epochs"):
+        blend.locate(47)
+
+
+def test_budgets_are_spent_across_the_phases_of_a_curriculum() -> None:
+    changing = [[[0, 1.0], [10, 3.0]], [[0, 1.0]], [[0, 0.0], [10, 1.0]]]
+    blend = make_blend(changing, lambda step: 4 * step, [None, 25, 8])
+    located = [blend.locate(sample) for sample in range(200)]
+    for corpus, count in enumerate((167, 25, 8)):
+        assert [n for c, n in located if c == corpus] == list(range(count))
+    assert [c for c, _ in located[:40]].count(1) == 20

@@ -109,6 +109,21 @@ def test_a_blend_draws_from_each_corpus_by_its_weight(tmp_path: Path) -> None:
     assert sorted(starts[starts >= 1000].tolist()) == [1000 + S * i for i in range(50)]
 
 
+def test_a_corpus_is_read_as_often_as_its_epochs_say(tmp_path: Path) -> None:
+    corpora = [
+        CorpusConfig(str(write_counting(tmp_path / name, 10 * S + 1, start=start)), epochs=epochs)
+        for name, start, epochs in (("a", 0, 1.5), ("b", 500, None))
+    ]
+    samples = opened(train=corpora, split=[1, 0], vocab_size=1000)
+    located = samples.locate(0, 100)
+    own = [window for corpus, window in located if corpus == 0]
+    assert len(own) == 15
+    assert sorted(own[:10]) == list(range(10))
+    corpora[0].epochs = 0.01
+    with pytest.raises(UserError, match=r"epochs: 0\.01, need at least 0\.1 for one of the 10"):
+        opened(train=corpora, split=[1, 0], vocab_size=1000)
+
+
 def test_a_document_mask_separates_documents(tmp_path: Path) -> None:
     # Documents of 5, 2 and 10 tokens, the last of two sequences; windows start at 0 and 8.
     documents = [[list(range(5))], [[5, 6]], [list(range(7, 12)), list(range(12, 17))]]
