@@ -118,6 +118,11 @@ def _tokenizer(a: argparse.Namespace) -> None:
         choices=("tokenizer", "simple"),
     ),
     _arg(
+        "--append",
+        "add the files that are new to a corpus that --append has made, or begin one",
+        action="store_true",
+    ),
+    _arg(
         "--part", "only part I of N of the files, to PREFIX.part-I-of-N for `merge`", metavar="I/N"
     ),
 )
@@ -129,7 +134,7 @@ def _prepare(a: argparse.Namespace) -> None:
     part = _part(a.part or "1/1")
     out = a.out if a.part is None else "{}.part-{:05d}-of-{:05d}".format(a.out, *part)
     key = a.json_key or ("text" if a.chat is None else "messages")
-    chosen = (a.append_eod, a.skip_bad, key, a.split, part, a.chat)
+    chosen = (a.append_eod, a.skip_bad, key, a.split, part, a.chat, a.append)
     with exit_on_sigterm():
         made = prepare(a.inputs, a.tokenizer, out, a.workers, *chosen)
     skipped = f"; {made.bad} bad texts skipped" if made.bad else ""

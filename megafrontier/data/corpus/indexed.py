@@ -50,6 +50,16 @@ def mask_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.mask")
 
 
+def growing_path(prefix: str | Path) -> Path:
+    """Return PREFIX.growing, the tokens of a corpus behind which others are being written."""
+    return Path(f"{prefix}.growing")
+
+
+def sources_path(prefix: str | Path) -> Path:
+    """Return PREFIX.sources, the files that a growing corpus was made of."""
+    return Path(f"{prefix}.sources")
+
+
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the type in which Megatron stores ids: uint16 for less than 65500 ids, else int32."""
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
@@ -85,8 +95,8 @@ class IndexedDataset:
         self.document_index: NDArray[np.int64] = np.frombuffer(idx, "<i8", entries, at)
         self._check_index()
         data = _map(bin_path(prefix))
-        self._check_bin(len(data))
-        self.tokens: NDArray = np.frombuffer(data, self.dtype)
+        count = self._check_bin(len(data)) // self.dtype.itemsize
+        self.tokens: NDArray = np.frombuffer(data, self.dtype, count)
         self.mask = self._open_mask()
 
     def __len__(self) -> int:
@@ -151,6 +161,8 @@ class IndexedDataset:
         if not path.exists():
             return None
         mask = np.frombuffer(_map(path), np.uint8)
+        if len(mask) > len(self.tokens) and self._is_growing():
+            mask = mask[: len(self.tokens)]
         if len(mask) != len(self.tokens):
             raise UserError(
                 f"{path}: {len(mask)} bytes, need one for each of {len(self.tokens)} tokens; of "
@@ -158,13 +170,23 @@ class IndexedDataset:
             )
         return mask
 
-    def _check_bin(self, length: int) -> None:
+    def _check_bin(self, length: int) -> int:
+        """The bytes of the .bin that are of this corpus."""
         need = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize
-        if length != need:
+        if length != need and not (length > need and self._is_growing()):
             raise UserError(
                 f"{bin_path(self.prefix)}: {length} bytes, its .idx describes {need}; truncated "
                 "or of another corpus; copy or prepare again"
             )
+        return need
+
+    def _is_growing(self) -> bool:
+        """Whether documents are being written behind those of this index."""
+        path, last = growing_path(self.prefix), int(self.pointers[-1]) // self.dtype.itemsize
+        try:
+            return int(path.read_text()) == last + int(self.sizes[-1])
+        except (OSError, ValueError):
+            return False
 
 
 def is_empty(prefix: str | Path) -> bool:

@@ -41,7 +41,7 @@ def merge(prefixes: Sequence[str], out: str | Path, workers: int | None = None) 
         with ThreadPoolExecutor(workers) as pool:
             list(pool.map(partial(_copy, merged.partial_bin), corpora, offsets))
         for corpus in corpora:
-            _copy_index(corpus, merged.index)
+            copy_index(corpus, merged.index)
             if merged.mask is not None:
                 _copy_mask(corpus, merged.mask)
         merged.publish()
@@ -76,7 +76,8 @@ def _copy_mask(corpus: IndexedDataset, file: BinaryIO) -> None:
         file.write((ones if corpus.mask is None else corpus.mask[start:stop]).data)
 
 
-def _copy_index(corpus: IndexedDataset, index: IndexBuilder) -> None:
+def copy_index(corpus: IndexedDataset, index: IndexBuilder) -> None:
+    """Append the index of a corpus. Raises UserError if it is damaged."""
     lengths = corpus.sizes * np.int64(corpus.dtype.itemsize)
     if (lengths < 0).any() or (corpus.pointers != np.cumsum(lengths) - lengths).any():
         raise corpus.damaged("sequences do not follow each other")

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafrontier.common.errors import UserError
-from megafrontier.common.files import sync_file, sync_folder
+from megafrontier.common.files import sync_file, sync_folder, write_atomically
 from megafrontier.data.corpus.indexed import (
     HEADER,
     MAGIC,
@@ -20,6 +20,7 @@ from megafrontier.data.corpus.indexed import (
     dtype_code,
     idx_path,
     mask_path,
+    sources_path,
 )
 
 FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -70,6 +71,8 @@ class CorpusWriter:
 
     With `has_mask` there is a PREFIX.mask, too; otherwise one that is there is removed.
 
+    tokens_before, documents_before: of the corpus before this writer.
+
     A context manager: without `publish`, nothing is left behind. Raises UserError if another
     process is writing the same prefix, or the prefix is empty.
     """
@@ -79,37 +82,49 @@ class CorpusWriter:
             need = os.path.join(prefix, "corpus")
             raise UserError(f"--out {str(prefix)!r}: need a corpus prefix, as {need}")
         self.bin, self.idx, self.dtype = bin_path(prefix), idx_path(prefix), dtype
-        self._mask_path = mask_path(prefix)
+        self.mask_path, self.sources = mask_path(prefix), sources_path(prefix)
+        self.tokens_before = self.documents_before = 0
         self.partial_bin = partial_path(self.bin)
         self.bin.parent.mkdir(parents=True, exist_ok=True)
         self.data = _lock(self.partial_bin, prefix)
         self.data.truncate(0)
-        self.mask = partial_path(self._mask_path).open("wb") if has_mask else None
+        self.mask: BinaryIO | None = None
+        if has_mask:
+            self.mask = partial_path(self.mask_path).open("wb")
         self.index = IndexBuilder()
         self._is_published = False
 
     def __enter__(self) -> Self:
         return self
 
-    def publish(self) -> None:
-        """Sync and rename the files. The .idx comes last: without it there is no corpus."""
-        with partial_path(self.idx).open("wb") as file:
-            self.index.write(file, self.dtype)
-            sync_file(file)
+    def publish(self, sources: str | None = None) -> None:
+        """Sync and rename the files. The .idx comes last: without it there is no corpus. `sources`:
+        the text of PREFIX.sources; None: there is none."""
+        self.write_index()
         sync_file(self.data)
         if self.mask is not None:
             sync_file(self.mask)
         self.idx.unlink(missing_ok=True)
-        self._mask_path.unlink(missing_ok=True)
+        self.mask_path.unlink(missing_ok=True)
+        if sources is None:
+            self.sources.unlink(missing_ok=True)
+        else:
+            write_atomically(self.sources, sources)
         self.partial_bin.rename(self.bin)
         if self.mask is not None:
-            partial_path(self._mask_path).rename(self._mask_path)
+            partial_path(self.mask_path).rename(self.mask_path)
         partial_path(self.idx).rename(self.idx)
         self._is_published = True  # partial files from now on belong to another writer
         sync_folder(self.bin.parent)
 
+    def write_index(self) -> None:
+        """Write the .idx under its partial name, to the disk."""
+        with partial_path(self.idx).open("wb") as file:
+            self.index.write(file, self.dtype)
+            sync_file(file)
+
     def __exit__(self, _kind: object, error: BaseException | None, *_: object) -> None:
-        for path in () if self._is_published else (self.bin, self.idx, self._mask_path):
+        for path in () if self._is_published else (self.bin, self.idx, self.mask_path):
             partial_path(path).unlink(missing_ok=True)
         # If the disk is full, flushing the last buffers fails again; `error` has reported it.
         with suppress(OSError):
@@ -139,9 +154,9 @@ class DocumentWriter:
     def __init__(self, corpus: CorpusWriter) -> None:
         self._corpus = corpus
         self._open_sizes = [0]  # sequences so far of the document that has not ended
-        self._document_start = 0
+        self._document_start = self.tokens = corpus.tokens_before
+        """Tokens of the corpus so far."""
         self._is_bad = False
-        self.tokens = 0
         self.left_out = 0
         """Documents that were left out because of a bad chunk."""
 

@@ -3,24 +3,29 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megafrontier.common.errors import UserError, print_error
+from megafrontier.common.errors import UserError, need, print_error
 from megafrontier.common.progress import Progress
+from megafrontier.data.corpus.growing import AppendWriter, CorpusSources
 from megafrontier.data.corpus.indexed import token_dtype
 from megafrontier.data.corpus.writer import CorpusWriter, DocumentWriter
 from megafrontier.data.text.chats import CHAT_COLUMNS, ChatEncoder, Template, shown_chat
 from megafrontier.data.text.encode import WORD, EncodedBatch, Encoder
-from megafrontier.data.text.reader import Reader
+from megafrontier.data.text.reader import Reader, TextRange
 from megafrontier.data.text.sources import Source, find_sources, select_part
 from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.data.tokenizers.tokenizer import load_tokenizer
 from megafrontier.data.workers import Workers
 
 _SHOWN_BAD_TEXTS = 10
+PROBE = "The 3 quick brown foxes jumped over 27 lazy dogs; naïve façade, 你好, здравствуй.\n\tend\n"
+"""A text whose ids tell tokenizers apart."""
 
 
 @dataclass
@@ -51,6 +56,7 @@ def prepare(
     split: str | None = None,
     part: tuple[int, int] = (1, 1),
     chat: Template | None = None,
+    append: bool = False,
 ) -> Summary:
     """Tokenise every text of the inputs, in order, into OUT.bin and OUT.idx.
 
@@ -60,6 +66,8 @@ def prepare(
     from 1, of how many) takes a part of the input files; the parts merged in order are what one
     process would write. Empty texts are left out. With `chat` the inputs hold chats instead of
     texts: this template makes text of them, and OUT.mask has the tokens of the assistant's turns.
+    With `append` the files that a corpus does not have go behind it, or begin one (Note [Growing in
+    place]).
 
     Raises UserError for inputs that cannot be read, for bad text, and if no text is left. A part
     without text becomes an empty corpus, which only `merge` accepts.
@@ -74,19 +82,65 @@ def prepare(
     sources = find_sources(inputs, split)
     if chat is not None:
         _refuse_plain_text(sources)
-    also = () if chat is None else CHAT_COLUMNS
-    reader = Reader(select_part(sources, *part), key, also)
+    if append:
+        need(part[1] == 1, "--part", f"{part[0]}/{part[1]}", "need no parts with --append")
+        return _append(sources, encoder, chat, out, workers)
     with (
         Workers(workers, encoder.encode) as pool,
-        CorpusWriter(out, token_dtype(encoder.tokenizer.vocab_size), chat is not None) as corpus,
+        CorpusWriter(out, _dtype(encoder), chat is not None) as corpus,
     ):
-        batches = pool.map(reader.batches(), "try fewer --workers")
-        with Progress("prepare") as show:
-            summary = _write(batches, corpus, reader, show, encoder.tokenizer)
+        summary = _prepare(select_part(sources, *part), encoder, chat, corpus, pool)
         if summary.tokens == 0 and part[1] == 1:
             raise UserError(f"{', '.join(inputs)}: no text in it, need a corpus with some")
         corpus.publish()
     return summary
+
+
+def _dtype(encoder: Encoder) -> np.dtype:
+    return token_dtype(encoder.tokenizer.vocab_size)
+
+
+def _append(
+    found: Sequence[Source],
+    encoder: Encoder,
+    chat: Template | None,
+    out: str | Path,
+    workers: int,
+) -> Summary:
+    """Add the files that the corpus does not have. Without any, nothing is written."""
+    for source in found:
+        need(source.table is None, "--append", source.name, "need files, not a dataset")
+    probe = np.array(encoder.tokenizer.encode(PROBE), "<i8").tobytes()
+    options = {"tokenizer": f"{crc32(probe):08x}", "append_eod": encoder.append_eod}
+    options |= {"json_key": encoder.key, "chat": chat}
+    sources, documents = CorpusSources.open(out, options)
+    files = [(source.name, source.file_bytes) for source in found]
+    chosen = list(sources.new(files))
+    if not chosen and documents is not None:
+        return Summary()
+    has_mask = chat is not None
+    is_new = documents is None
+    make = partial(CorpusWriter, out, _dtype(encoder)) if is_new else partial(AppendWriter, out)
+    with Workers(workers, encoder.encode) as pool, make(has_mask=has_mask) as corpus:
+        summary = _prepare([found[at] for at in chosen], encoder, chat, corpus, pool)
+        need(summary.tokens > 0 or not is_new, str(out), "no text", "need a corpus with some")
+        text = sources.encoded(corpus.index.documents, [files[at] for at in chosen])
+        corpus.publish(text)
+    return summary
+
+
+def _prepare(
+    sources: Sequence[Source],
+    encoder: Encoder,
+    chat: Template | None,
+    corpus: CorpusWriter,
+    pool: Workers[Sequence[TextRange], EncodedBatch],
+) -> Summary:
+    """Tokenise all texts of the sources into the corpus."""
+    reader = Reader(sources, encoder.key, () if chat is None else CHAT_COLUMNS)
+    batches = pool.map(reader.batches(), "try fewer --workers")
+    with Progress("prepare") as show:
+        return _write(batches, corpus, reader, show, encoder.tokenizer)
 
 
 def _refuse_plain_text(sources: Sequence[Source]) -> None:
@@ -121,7 +175,8 @@ def _write(
         show(f"{read}, {writer.tokens:,} tokens", reader.done_bytes / total if total else None)
     if messages > _SHOWN_BAD_TEXTS:
         print_error(f"… and {messages - _SHOWN_BAD_TEXTS} more skipped")
-    made.documents, made.tokens, made.bad = corpus.index.documents, writer.tokens, writer.left_out
+    made.documents = corpus.index.documents - corpus.documents_before
+    made.tokens, made.bad = writer.tokens - corpus.tokens_before, writer.left_out
     return made
 
 

@@ -10,8 +10,9 @@ import torch
 from megafrontier.common.errors import UserError
 from megafrontier.config import BatchWarmupConfig, CorpusConfig, DataConfig
 from megafrontier.data.sampling.batches import BatchSizes
-from megafrontier.data.sampling.loader import Loader, data_step
+from megafrontier.data.sampling.loader import Loader, data_step, open_loader
 from megafrontier.data.sampling.samples import Batch, Samples, open_samples
+from tests import runs
 from tests.data.corpora import write_counting
 
 S = 4
@@ -167,4 +168,25 @@ def test_an_error_in_the_background_is_raised_by_its_step(samples: Samples) -> N
     loader.step(0)
     with pytest.raises(UserError, match="sample 2 is bad"):
         loader.step(1)
+    loader.close()
+
+
+def test_a_run_with_more_steps_than_the_epochs_of_its_corpora_is_refused(
+    config_file: Path, tmp_path: Path
+) -> None:
+    """At its start, and not behind the last sample. The prefetch of a step that will not come is
+    no error."""
+    write_counting(tmp_path / "c", 100 * 16 + 1)
+    corpora = f"data.train=[{{path: {tmp_path}/c, epochs: 1.5}}]"
+
+    def opened(steps: int) -> Loader:
+        chosen = (corpora, "data.split=[1,0]", "model.vocab_size=2000", f"train.steps={steps}")
+        loader = open_loader(runs.load(config_file, *chosen), "train", 0, 1, ids=2000)
+        assert loader is not None
+        return loader
+
+    with pytest.raises(UserError, match=r"epochs: 150 samples, need at least 160, for"):
+        opened(10)
+    loader = opened(9)
+    assert sum(len(batch.tokens) for batch in loader.step(8)) == 16
     loader.close()

@@ -304,3 +304,41 @@ def test_progress_is_a_line_every_few_seconds_without_a_terminal(
     shown = capsys.readouterr().err
     line = r"^prepare: \d+\.\d of \d+\.\d MB read, [\d,]+ tokens, \d:\d\d:\d\d left$"
     assert re.search(line, shown, re.M)
+
+
+def test_a_folder_that_grows_becomes_what_prepare_makes_of_all_its_files(tmp_path: Path) -> None:
+    """The documents that are there stay, and files that are in the corpus are not read again."""
+    folder, texts = tmp_path / "texts", some_texts(9)
+    folder.mkdir()
+    append = ["prepare", str(folder), "--tokenizer", "bytes", "--out", str(tmp_path / "c"),
+              "--append-eod", "--append", "--workers", "1"]  # fmt: skip
+    for number in range(3):
+        write_lines(folder / f"{number}.jsonl", texts[3 * number : 3 * number + 3])
+        assert main(append) == 0
+    whole = prepare([str(folder)], "bytes", tmp_path / "whole", 1, append_eod=True)
+    assert read_corpus(tmp_path / "c") == read_corpus(tmp_path / "whole")
+    before = (tmp_path / "c.idx").stat()
+    assert main(append) == 0
+    assert (tmp_path / "c.idx").stat() == before
+    assert whole.documents == len(IndexedDataset(tmp_path / "c")) == 9
+
+
+def test_what_does_not_fit_a_growing_corpus_is_refused(tmp_path: Path, capsys) -> None:
+    text = write_lines(tmp_path / "a.jsonl", ["one", "two"])
+    common = ["prepare", text, "--out", str(tmp_path / "c"), "--workers", "1", "--tokenizer"]
+
+    def refused(*words: str) -> str:
+        assert main([*common, *words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    assert main([*common, "bytes"]) == 0
+    assert "c.sources: missing, need a corpus that prepare --append" in refused("bytes", "--append")
+    (tmp_path / "c.idx").unlink()
+    assert main([*common, "bytes", "--append"]) == 0
+    line = refused("bytes", "--append", "--append-eod")
+    assert "--append: append_eod: True, need False, with which the corpus was made" in line
+    assert "--append: tokenizer: " in refused(str(GENERAL), "--append")
+    assert "--part: 1/2, need no parts" in refused("bytes", "--append", "--part", "1/2")
+    write_lines(tmp_path / "a.jsonl", ["one", "two", "three"])
+    assert re.search(r"input '.*a.jsonl': \d+ bytes, was \d+ when it", refused("bytes", "--append"))
