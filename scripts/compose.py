@@ -298,14 +298,19 @@ def build(values: Mapping[str, Any], folder: Path) -> Config:
         "log.callbacks": [RECORDER],
         "train.hang_seconds": 120,
     }
-    nested: dict[str, Any] = {}
-    for name, value in (common | dict(values)).items():
+    return config_from_dict(nested(common | dict(values)), "compose")
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of dotted keys, as a file has them."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
         *parents, last = name.split(".")
-        place = nested
+        place = found
         for parent in parents:
             place = place.setdefault(parent, {})
         place[last] = value
-    return config_from_dict(nested, "compose")
+    return found
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Write docs/support.md: which features go together, found by building one rank of each pair.
 
-    python scripts/support_matrix.py
+    python -m scripts.support_matrix
 
 Two features at a time are put into the config of a small model on 16 ranks. The package checks the
 config as before a run, and builds a rank of it on torch's meta device. What it refuses becomes a
@@ -18,6 +18,7 @@ from megafrontier.plan.assemble import build_model
 from megafrontier.plan.refuse import check_layout
 from megafrontier.planner.simulation.clock import Clock
 from megafrontier.planner.simulation.dry_run import dry_mesh
+from scripts.compose import nested
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 RANKS = 16
@@ -151,18 +152,6 @@ def refusal(*features: Feature) -> str | None:
     except UserError as error:
         return str(error)
     return None
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of dotted keys, as a file has them."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        *parents, last = name.split(".")
-        place = found
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
-    return found
 
 
 def pairs() -> Iterator[tuple[Feature, Feature]]:

@@ -20,6 +20,7 @@ from megafrontier.checkpoint.states import (
     restore_engine,
     save_engine,
 )
+from megafrontier.common.checkpoints import checkpoints_of
 from megafrontier.common.errors import need, print_error
 from megafrontier.parallel.world import World
 
@@ -39,7 +40,7 @@ def save(
 
     Raises CheckpointWriteError on all ranks, after which training may go on.
     """
-    engine, root = sharded(model).engine, Path(folder) / "checkpoints"
+    engine, root = sharded(model).engine, checkpoints_of(folder)
     need(step >= 0, "step", step, "need the number of steps done")
     extra = {} if optimizer is None else {"optimizer": _describe(optimizer, engine.hierarchy.world)}
     states = {} if optimizer is None else optimizer.inner.flat_states()
@@ -73,7 +74,7 @@ def load(model: nn.Module, optimizer: Optimizer | None, folder: str | Path) -> i
         states = {s: found for s, found in engine_states(engine, held).items() if s in known}
         fill_shards(checkpoint, engine, states, buffers)
 
-    root = Path(folder) / "checkpoints"
+    root = checkpoints_of(folder)
     found = open_newest(root, read, engine.hierarchy.world, print_error)
     if found is None:
         return 0

@@ -35,7 +35,7 @@ from megafrontier.certify.plain import (
 )
 from megafrontier.certify.runs import Tensors, TrainedRun, run_apart, run_training
 from megafrontier.commands.convert import export_command
-from megafrontier.common.checkpoints import candidates
+from megafrontier.common.checkpoints import candidates, checkpoints_of
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config
 from megafrontier.families import family_for
@@ -297,7 +297,7 @@ def try_configured(laboratory: Laboratory, miniature: Miniature) -> Iterator[Fin
     again.checkpoint.resume, again.checkpoint.keep = str(run.checkpoint(SAVED)), 1
     later = laboratory.run(again, ranks, "resume")
     yield compare_after_resume(RESUME, later, run, 0.0)
-    old = [path.name for path in candidates(later.directory / "checkpoints")][1:]
+    old = [path.name for path in candidates(checkpoints_of(later.directory))][1:]
     promise = "checkpoint.keep: older ones are deleted"
     yield Finding.within(promise, float(len(old)), 0.0, ", ".join(old))
     laboratory.forget(later)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from megafrontier.certify.recorder import FOLDER, Part
 from megafrontier.certify.shrink import LENGTH
 from megafrontier.checkpoint.load import Checkpoint, open_checkpoint
-from megafrontier.common.checkpoints import candidates, step_folder
+from megafrontier.common.checkpoints import candidates, checkpoints_of, step_folder
 from megafrontier.common.signals import die_with_parent
 from megafrontier.config import Config, CorpusConfig
 from megafrontier.data.corpus.writer import CorpusWriter, DocumentWriter
@@ -80,12 +80,12 @@ class TrainedRun:
         return {}
 
     def checkpoint(self, step: int) -> Path:
-        return step_folder(self.directory / "checkpoints", step)
+        return step_folder(checkpoints_of(self.directory), step)
 
     @cached_property
     def final(self) -> dict[str, Tensors]:
         """The newest checkpoint: by state the global tensors by name."""
-        newest = next(candidates(self.directory / "checkpoints"))
+        newest = next(candidates(checkpoints_of(self.directory)))
         return whole_states(open_checkpoint(newest))
 
 

@@ -40,8 +40,6 @@ BLANK = "0" * 8
 SLICE_ELEMENTS = 2**22
 """The largest slice, 16 MiB in fp32: what is read to check any part of it."""
 
-MANIFEST_LIMIT = 2**28
-"""Bytes of a manifest."""
 FILE_SLICES_LIMIT = 2**20
 """Slices in a shard file."""
 SHARDS_LIMIT = 2**20

@@ -16,7 +16,6 @@ import torch
 from megafrontier.checkpoint.boxes import BoxEntry, with_boxes
 from megafrontier.checkpoint.format import (
     BUFFER,
-    MANIFEST_LIMIT,
     AttachedFile,
     CheckpointCorrupt,
     CheckpointUnreadable,
@@ -26,7 +25,7 @@ from megafrontier.checkpoint.format import (
 )
 from megafrontier.checkpoint.requests import Request, read_slices, requests_of, shards_with
 from megafrontier.checkpoint.shard_file import ShardFile, file_size
-from megafrontier.common.checkpoints import MANIFEST, candidates, step_of
+from megafrontier.common.checkpoints import MANIFEST, MANIFEST_LIMIT, candidates, step_of
 from megafrontier.common.errors import UserError
 from megafrontier.parallel.world import World
 from megafrontier.partition.layout import Entry, Layout

@@ -7,14 +7,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megafrontier.commands.checkpoints import device_name, load_model, saved_config
+from megafrontier.commands.checkpoints import saved_config
 from megafrontier.commands.generate import (
     Sampler,
     check_request,
     continue_text,
     explain_lack_of_memory,
+    load_on,
     make_cache,
     stream_text,
 )
@@ -24,7 +23,6 @@ from megafrontier.data.text.chats import Template
 from megafrontier.data.text.talk import Talk
 from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.data.tokenizers.tokenizer import load_tokenizer
-from megafrontier.launch.device import uses_accelerator
 from megafrontier.model.gpt import GPT
 
 LONGEST_CONTEXT = 8192
@@ -89,10 +87,7 @@ def _open(
     config = saved_config(checkpoint)
     room = check(config.model)
     tokenizer = load_tokenizer(config.tokenizer)
-    name = device_name(config) if device == "any" else device
-    where = torch.device("cuda" if uses_accelerator(name) else "cpu")
-    with explain_lack_of_memory(where):
-        return load_model(checkpoint, config, where, weights), tokenizer, room
+    return load_on(device, checkpoint, config, weights), tokenizer, room
 
 
 class Session:

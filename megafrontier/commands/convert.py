@@ -1,7 +1,7 @@
 """The commands `export` and `import`: checkpoints to and from Hugging Face model folders."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
@@ -115,8 +115,7 @@ def import_command(name: str | Path, out: Path, tokenizer: str | None = None) ->
         return tensors.pop(name)
 
     manifest = Manifest(0, 0, config_to_dict(Config(model=model, tokenizer=spec)))
-    buffers = [name for name in tensors if name not in parameter_shapes(model)]
-    saved = save_imported(root, manifest, model, ["weight"], buffers, load)
+    saved = save_imported(root, manifest, model, ["weight"], list(tensors), load)
     write_config(saved, described[1], has_tokenizer=tokenizer != "none")
     return saved
 
@@ -139,18 +138,19 @@ def save_imported(
     manifest: Manifest,
     model: ModelConfig,
     states: Sequence[str],
-    buffers: Sequence[str],
+    names: Collection[str],
     load: LoadTensor,
 ) -> Path:
     """Write a checkpoint of a model, with the tokenizer of the manifest's config.
 
-    states: in fp32, of each parameter. buffers: their names. `load` is asked for each of both.
+    states: in fp32, of each parameter. names: what there is besides, among it the buffers to write.
+    `load` is asked for each state of each parameter, and for each of these buffers.
     """
     types = dict.fromkeys(states, torch.float32)
     units = [unit_of("imported", parameter_shapes(model), types)]
+    buffers = {name: shape for name, shape in buffer_shapes(model).items() if name in names}
     if buffers:
-        shapes = {name: shape for name, shape in buffer_shapes(model).items() if name in buffers}
-        units.append(unit_of("buffers", shapes, {BUFFER: torch.float32}))
+        units.append(unit_of("buffers", buffers, {BUFFER: torch.float32}))
     spec = manifest.config["tokenizer"]
 
     def attach(checkpoint: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megafrontier.commands.checkpoints import device_name, load_model, saved_config
 from megafrontier.common.checkpoints import of_newest
 from megafrontier.common.errors import UserError, need
-from megafrontier.config import ModelConfig
+from megafrontier.config import Config, ModelConfig
 from megafrontier.data.tokenizers.base import Tokenizer
 from megafrontier.data.tokenizers.tokenizer import load_tokenizer
 from megafrontier.launch.device import uses_accelerator
@@ -67,10 +67,16 @@ def _open(
         )
     tokens = tokens or [tokenizer.eod]  # an empty prompt continues the end of a document
     check_request(config.model, tokens, **sampling)
+    return load_on(device, checkpoint, config, weights), tokenizer, tokens
+
+
+def load_on(device: str, checkpoint: Path, config: Config, weights: str) -> GPT:
+    """The model of a checkpoint with this config. `device`, `weights`: as for `generate_command`.
+    Raises UserError, and OutOfMemory."""
     name = device_name(config) if device == "any" else device
     where = torch.device("cuda" if uses_accelerator(name) else "cpu")
     with explain_lack_of_memory(where):
-        return load_model(checkpoint, config, where, weights), tokenizer, tokens
+        return load_model(checkpoint, config, where, weights)
 
 
 def check_request(

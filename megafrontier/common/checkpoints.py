@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 MANIFEST = "checkpoint.json"
 """The file of a checkpoint that says what the others hold."""
+MANIFEST_LIMIT = 2**28
+"""Bytes of that file."""
 NAME = re.compile(r"step-(\d{8,})")
 
 

@@ -70,9 +70,8 @@ def import_megatron(
         known = keys.get(state, {}).get(name, sources[name].key)
         return _read(source, sources[name], known, config.model)
 
-    buffers = [name for name in sources if name not in parameter_shapes(config.model)]
     manifest = _manifest(source, config, has_optimizer)
-    return save_imported(root, manifest, config.model, states, buffers, load)
+    return save_imported(root, manifest, config.model, states, sources, load)
 
 
 def _has_optimizer(source: MegatronFolder) -> bool:

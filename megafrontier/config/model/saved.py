@@ -4,14 +4,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megafrontier.common.checkpoints import MANIFEST, checkpoints_of, list_checkpoints, newest
+from megafrontier.common.checkpoints import (
+    MANIFEST,
+    MANIFEST_LIMIT,
+    checkpoints_of,
+    list_checkpoints,
+    newest,
+)
 from megafrontier.common.errors import UserError, as_fatal_error
 from megafrontier.common.parsing import parse_json, read_text
 from megafrontier.config.building import known_values
 from megafrontier.config.model.gpt import ModelConfig
 
 FROM_CHECKPOINT = "from_checkpoint"
-_LARGEST_MANIFEST = 2**28
 
 
 def read_saved_model(directory: str, resume: str) -> dict[str, Any]:
@@ -22,7 +27,7 @@ def read_saved_model(directory: str, resume: str) -> dict[str, Any]:
     """
     path = _checkpoint(directory, resume)
     try:
-        values = parse_json(read_text(path / MANIFEST, _LARGEST_MANIFEST))
+        values = parse_json(read_text(path / MANIFEST, MANIFEST_LIMIT))
     except OSError as error:
         raise as_fatal_error(error, f"{path / MANIFEST}: {error.strerror}") from error
     except ValueError as error:

@@ -63,8 +63,9 @@ def dry_mesh(plan: RunPlan, rank: int = 0) -> Iterator[Mesh]:
 
 def dry_trainer(config: Config, plan: RunPlan, mesh: Mesh, meter: Meter, most: int) -> Trainer:
     """A trainer that reads at most `most` micro-batches a step. They have no values."""
-    config = replace(config, train=replace(config.train, compile=False, linear_precision=None))
-    config = replace(config, log=replace(config.log, tensor_norms=0))  # of few steps
+    train = replace(config.train, compile=False, linear_precision=None)
+    log = replace(config.log, tensor_norms=0)  # of few steps
+    config = replace(config, train=train, log=log)
     built = build_model(config, plan, mesh, has_values=False)
     built[1].pool.shards.keeps = not plan.machine.device.is_accelerator
     loader = cast(Loader, DryLoader(config, plan, most))

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from megafrontier.checkpoint.load import open_checkpoint
-from megafrontier.common.checkpoints import list_checkpoints
+from megafrontier.common.checkpoints import checkpoints_of, list_checkpoints
 from megafrontier.common.errors import exit_on_fatal_error
 from megafrontier.config import load_config
 from scripts.benchmarks.shared.links import Links, Unable, links
@@ -104,7 +104,7 @@ def describe(folders: Sequence[Path], losses: Sequence[float]) -> str:
 
 def have_same_weights(folders: Sequence[Path]) -> bool:
     """Whether all bits of the common weights and momentum are the same at the end."""
-    found = [open_checkpoint(list_checkpoints(folder / "checkpoints")[-1]) for folder in folders]
+    found = [open_checkpoint(list_checkpoints(checkpoints_of(folder))[-1]) for folder in folders]
     names = list(found[0].manifest.tensors)
     for state in ("outer_weight", "outer_momentum"):
         first, *others = (each.tensors(state, names) for each in found)
