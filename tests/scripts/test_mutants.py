@@ -192,6 +192,6 @@ def test_a_certificate_is_green_and_not_of_three_broken_libraries(tmp_path):
     mutants = {m.mirrors: m for m in hand_mutants(PACKAGE)}
     chosen = [m for about in NOTICED for m in mutants.values() if m.mirrors.startswith(about)]
     trials = [Trial(PACKAGE, deque(configs), mutant) for mutant in (None, *chosen)]
-    with closing(run(iter(trials), _certify, {configs[0]: 120.0}, jobs=2)) as results:
+    with closing(run(iter(trials), _certify, {configs[0]: 900.0}, jobs=2)) as results:
         ends = {id(trial): end for trial, end, _ in results}
     assert [ends[id(trial)] for trial in trials] == ["", *["losses"] * len(NOTICED)]
