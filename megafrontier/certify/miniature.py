@@ -280,6 +280,7 @@ def _changes(config: Config) -> list[str]:
         "log.callbacks": bool(log.callbacks),
         "optimizer.fused: apex": config.optimizer.fused == "apex",
         "evaluate.tasks": bool(config.evaluate.tasks),
+        "evaluate.average": bool(config.evaluate.average),
     }
     return [name for name, is_set in left_out.items() if is_set]
 

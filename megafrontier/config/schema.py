@@ -178,6 +178,10 @@ class EvaluateConfig:
     """Steps between evaluations; 0: evaluate only at the end."""
     batches: int = bounded(10, at_least=0)
     """Global batches of one evaluation; 0: no evaluation."""
+    average: int = bounded(0, at_least=0)
+    """Also evaluate the average of the weights at this number of newest evaluations, as
+    `average_valid_loss`; 0: none. Each rank keeps copies of its shards in host memory. A run that
+    resumes begins without copies. `checkpoint average` makes a checkpoint of such weights."""
     tasks: list[str] = field(default_factory=list)
     """Tasks or groups of tasks of lm-evaluation-harness, evaluated with the model as it is sharded
     (pip install megafrontier[evaluate]). metrics.jsonl has the results under `tasks`."""

@@ -150,6 +150,7 @@ def rank_state_bytes(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -
         total["optimizer"] += own * (not is_away)
         total["host"] += (own + shards[place.optimizer] * 4) * is_away
         total["host"] += optimizer.host_bytes(numel, config.optimizer)
+        total["host"] += shards[place.optimizer] * 4 * config.evaluate.average
         total["errors"] += sum(shards[level] * 2 for level in rules.feedback_levels(levels))
     return total
 
@@ -215,9 +216,9 @@ def _matrices(config: Config, plan: RunPlan, optimizer: str) -> Iterator[tuple[P
 
 
 def host_gib(config: Config, plan: RunPlan, memory: float | None = None) -> float:
-    """GiB of host memory that each rank holds, by formula: offloaded states and snapshots, which
-    are not kept in a host with `memory` for each rank of which they would take too much. Of a
-    pipeline: the rank that holds most."""
+    """GiB of host memory that each rank holds, by formula: offloaded states, copies for
+    `evaluate.average`, and snapshots, which are not kept in a host with `memory` for each rank of
+    which they would take too much. Of a pipeline: the rank that holds most."""
     units = rank_units(config, plan)
     states = max(rank_state_bytes(config, plan, own)["host"] for own in units) / GIB
     snapshots = snapshot_gib(config, plan) if keeps_in_memory(config) else 0.0

@@ -92,8 +92,8 @@ def check_host_memory(config: Config, plan: RunPlan, ranks: int | None = None) -
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB / ranks
     required = host_gib(config, plan, memory)
     if required > memory:
-        local = " and checkpoint.local" if config.checkpoint.local.every else ""
         raise UserError(
-            f"machine.device.host_memory_gib: {memory:.3g} for each rank, need {required:.3g} for "
-            f"partition.offload{local}; take more ranks, or an optimizer sharded further"
+            f"machine.device.host_memory_gib: {memory:.3g} for each rank, need {required:.3g} "
+            "(partition.offload, checkpoint.local, evaluate.average); take more ranks, or an "
+            "optimizer sharded further"
         )

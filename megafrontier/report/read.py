@@ -126,6 +126,8 @@ def _results(lines: Sequence[Metrics]) -> dict[str, float]:
     found: dict[str, float] = {}
     for line in sorted(lines, key=lambda line: int(line["step"])):
         for key, value in line.items():
+            if key == "average_valid_loss" and value is not None:
+                found[f"validation loss of the average of {line['averaged']}"] = value
             if key.startswith("valid_loss/") and value is not None:
                 found[f"validation loss of {key.removeprefix('valid_loss/')}"] = value
         for task, values in (line.get("tasks") or {}).items():

@@ -19,7 +19,7 @@ STEP_FIELDS = frozenset(
         "step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second",
         "tflops_per_device", "mfu", "memory_gib", "comm", "loss_scale", "skipped", "samples",
         "spike", "valid_loss", "stops", "saving", "save_requests", "snapshots", "waiting_seconds",
-        "comm_bytes", "comm_seconds", "comm_hidden",
+        "average_valid_loss", "averaged", "comm_bytes", "comm_seconds", "comm_hidden",
         "expert_tokens", "expert_imbalance", "expert_rank_imbalance", "router_entropy",
         "dropped_tokens", "context_imbalance", "z_loss", "prediction_loss", "tasks", "clipped",
         "corpus_tokens", "corpus_loss", "grad_norm_kinds", "grad_norm_blocks",

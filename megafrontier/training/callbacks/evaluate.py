@@ -16,6 +16,7 @@ from megafrontier.evaluation.tasks import evaluate_tasks
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.pipeline.work import Runner, Work
 from megafrontier.training.callbacks.base import Callback, is_due
+from megafrontier.training.callbacks.weight_average import WeightAverage
 from megafrontier.training.loop import stop_agreed
 from megafrontier.training.resume.restarts import recorded_keys
 from megafrontier.training.step import StepResult
@@ -92,6 +93,7 @@ class Evaluate(Callback):
 
     def at_start(self, trainer: Trainer) -> None:
         step, chosen = trainer.step, trainer.config.evaluate
+        self._average = WeightAverage(chosen.average)
         if step == 0:
             return
         path = Path(trainer.config.run.directory) / "metrics.jsonl"
@@ -135,21 +137,43 @@ class Evaluate(Callback):
         if trainer.valid_loader is None or batches == 0:
             return
         trainer.engine.finish_publishing()  # counts as the step's traffic; evaluation does not
-        found = {}
         with trainer.engine.ledger.paused():
-            for name, loader in {"": trainer.valid_loader, **trainer.named_loaders}.items():
-                one = evaluate(
-                    trainer.runner,
-                    loader,
-                    trainer.mesh,
-                    batches,
-                    heartbeat=self._heartbeat,
-                    stops=self._stops(trainer),
-                )
-                if one is None:
-                    return
-                found[f"valid_loss/{name}".removesuffix("/")] = one.loss
-        trainer.run_logger.write({"step": trainer.step, **found, "tokens": trainer.tokens})
+            found = self._losses(trainer, trainer.valid_loader, "valid_loss")
+            averaged = None if found is None else self._losses_of_average(trainer)
+        if found is not None and averaged is not None:
+            line = {"step": trainer.step, **found, **averaged, "tokens": trainer.tokens}
+            trainer.run_logger.write(line)
+
+    def _losses_of_average(self, trainer: Trainer) -> dict[str, float] | None:
+        """Those of the average of the newest weights, with the number of these; nothing if there
+        are fewer than two, None if broken off."""
+        if not trainer.config.evaluate.average:
+            return {}
+        average = self._average
+        average.add(trainer.engine)
+        if len(average) < 2:
+            return {}
+        assert trainer.valid_loader is not None
+        with average.applied(trainer.engine):
+            found = self._losses(trainer, trainer.valid_loader, "average_valid_loss")
+        return None if found is None else {**found, "averaged": len(average)}
+
+    def _losses(self, trainer: Trainer, valid: Loader, key: str) -> dict[str, float] | None:
+        """The loss of all corpora as `key`, and of each named one; None if broken off."""
+        found = {}
+        for name, loader in {"": valid, **trainer.named_loaders}.items():
+            one = evaluate(
+                trainer.runner,
+                loader,
+                trainer.mesh,
+                trainer.config.evaluate.batches,
+                heartbeat=self._heartbeat,
+                stops=self._stops(trainer),
+            )
+            if one is None:
+                return None
+            found[f"{key}/{name}".removesuffix("/")] = one.loss
+        return found
 
     def _run_tasks(self, trainer: Trainer) -> None:
         """Evaluate the tasks. A request to stop breaks it off, except at the last step.

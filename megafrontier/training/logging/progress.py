@@ -51,6 +51,7 @@ class ProgressLine:
 _PARTS: dict[str, Callable[[float], str]] = {
     "loss": lambda nats: f"loss {nats:.3f}",
     "valid_loss": lambda nats: f"valid loss {nats:.3f}",
+    "average_valid_loss": lambda nats: f"of the average {nats:.3f}",
     "grad_norm": lambda norm: f"grad {norm:.2f}",
     "lr": lambda rate: f"lr {rate:.1e}",
     "tokens_per_second": lambda speed: f"{speed:,.0f} tok/s",
