@@ -44,7 +44,8 @@ def init_mesh(
     A process without a launcher is the only rank.
 
     machine: the name of a machine file (`frontier`), its path, or its content
-        (`{"levels": {"node": {"size": 8}, "world": {}}}`): the levels, fastest link first.
+        (`{"levels": {"node": {"size": 8}, "world": {}}}`): the levels, fastest link first. They
+        shrink if the ranks are fewer than their sizes hold.
     tensor, context, expert, pipeline: the splits, each a number of ranks or a level's name.
     exit_on_error: for a script that is nothing but a rank: replace `sys.excepthook`, so that from
         now on a UserError ends the process with one line and exit code 2, and any other uncaught

@@ -133,11 +133,12 @@ def _choose_layout(config: Config, ranks: int, is_asked: bool) -> list[str]:
         try:
             data = resolve_plan(config, ranks).shape.over(("data",)).ranks
             fits = f"need a multiple of the {data} data-parallel ranks"
-            need(batch % data == 0, "train.global_batch", batch, fits)
+            divides = batch % data == 0
+            need(divides or config.train.elastic, "train.global_batch", batch, fits)
         except UserError as error:
             refused = error
             continue
-        config.train.micro_batch = gcd(micro_batch, batch // data)
+        config.train.micro_batch = gcd(micro_batch, batch // data) if divides else micro_batch
         reason = "" if refused is None else f", because its own do not fit {ranks} ranks"
         is_split = splits != ParallelConfig()
         return [f"layout: {name}, levels {' × '.join(levels)}{reason}"] if is_split else []

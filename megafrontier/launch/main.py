@@ -43,7 +43,7 @@ from megafrontier.launch.tasks import may_start_again, run_task
 from megafrontier.parallel.env import REPLACED, Identity, identify, starts_in_old_tasks
 from megafrontier.parallel.fault_injection import fault_point
 from megafrontier.plan.assemble import initial_values
-from megafrontier.plan.describe import describe_kernels, describe_run
+from megafrontier.plan.describe import aligned, describe_kernels, describe_run
 from megafrontier.plan.refuse import memory_advice
 from megafrontier.plan.saves import describe_saves
 from megafrontier.planner.checks import check_files, check_ranks
@@ -286,13 +286,14 @@ def _run(context: RunContext, start: StartRecord, chosen: Sequence[str]) -> int:
     trainer.stateful = {"guard": guard, **users}
     if config.sites is not None:
         trainer.stateful["sites"] = SiteExchange(trainer, config.sites)
-    for line in (
+    lines = (
         *chosen,
         *describe_run(config, plan, context.world.device),
         *describe_kernels(config, context.world, plan, trainer.model),
         *describe_saves(config, plan),
         *([context.mesh.describe_groups()] if context.world.size > 1 else []),
-    ):
+    )
+    for line in aligned(lines):
         run_logger.info(line)
     snapshots: SnapshotStore | None = None
     try:

@@ -25,27 +25,30 @@ class Levels:
 
     @classmethod
     def resolve(cls, levels: Mapping[str, LevelConfig], ranks: int) -> "Levels":
-        """Fill in the outermost size from the number of data-parallel ranks.
+        """Fill in the outermost size from the number of ranks. If they are fewer than the sizes
+        hold, the levels shrink, as in `_shrunk`.
 
-        Raises UserError if the sizes do not multiply to that number.
+        Raises UserError for more ranks that the sizes do not divide.
         """
         names = tuple(levels)
         sizes = [level.size for level in levels.values()]
         for name, size in zip(names[:-1], sizes[:-1], strict=True):
             if size is None:
                 raise UserError(f"machine.levels.{name}.size: open, only the last level may be")
-        inner = prod(size for size in sizes[:-1] if size is not None)
-        outer = ranks // inner if sizes[-1] is None else sizes[-1]
-        if outer == 0 or inner * outer != ranks:
+        fixed = [size for size in sizes if size is not None]
+        if ranks < prod(fixed):
+            return cls(names, (*_shrunk(fixed, ranks), *(1 for size in sizes if size is None)))
+        outer, rest = divmod(ranks, prod(fixed))
+        if rest or (sizes[-1] is not None and outer > 1):
             steps = " × ".join(
                 f"{n} {'?' if s is None else s}" for n, s in zip(names, sizes, strict=True)
             )
-            fits = f"a multiple of {inner}" if sizes[-1] is None else f"{inner * outer}"
+            multiple = ", or a multiple of it" if sizes[-1] is None else ""
             raise UserError(
-                f"machine.levels: {steps} cannot hold {ranks} ranks, need {fits}; or another "
-                "machine, as in machine=laptop"
+                f"machine.levels: {steps} cannot hold {ranks} ranks, need at most {prod(fixed)}"
+                f"{multiple}; or another machine, as in machine=laptop"
             )
-        return cls(names, (*(size for size in sizes[:-1] if size is not None), outer))
+        return cls(names, (*fixed, *(outer for size in sizes if size is None)))
 
     @property
     def ranks(self) -> int:
@@ -94,6 +97,23 @@ class Levels:
             known = ", ".join(("none", *self.names))
             raise UserError(f"{key}: no level {name!r} on this machine, need one of {known}")
         return self.names.index(name) + 1
+
+
+def _shrunk(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The sizes of levels that hold more than these ranks.
+
+    A level keeps its size if the ranks fill all its groups, and takes all ranks if they fit into
+    one group. Else it has size 1, and its ranks belong to the next level, because no level may
+    claim faster links than its ranks have: 6 ranks of pair 2 × node 4 are pair 2 × node 3, 5 ranks
+    are pair 1 × node 5.
+    """
+    found, room = list[int](), 1
+    for size in sizes:
+        room *= size
+        found.append(room if ranks % room == 0 else ranks if ranks < room else 1)
+        room //= min(found[-1], room)
+        ranks //= found[-1]
+    return found
 
 
 class Drainable(Protocol):

@@ -1,5 +1,6 @@
 """What a run logs before its first step: warnings, and a summary of its ranks."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
@@ -11,6 +12,7 @@ from megafrontier.common.errors import UserError
 from megafrontier.config import Config, OptimizerConfig
 from megafrontier.families import family_for
 from megafrontier.model.attention.kinds import kinds_of
+from megafrontier.model.flops import parameter_count
 from megafrontier.model.gpt import GPT
 from megafrontier.model.kernels.float8 import MULTIPLE
 from megafrontier.model.linear import linear_layers
@@ -26,6 +28,7 @@ from megafrontier.plan.assemble import computed_with, reason_not_compiled, reaso
 from megafrontier.plan.footprint import buffer_gib, host_gib, state_gib
 from megafrontier.plan.resolve import RunPlan, micro_batches_of, optimizer_groups
 
+_ROW = re.compile(r"(?!warning)([a-z][a-z0-9 ]{0,15}:) (.+)")
 MANY_PEERS = 512
 RCCL_DEVICES = ("MI250X", "AMD")
 """Parts of the names of devices that use RCCL."""
@@ -67,7 +70,8 @@ def describe_run(
             "communicators in another order on each device, which has hung on MI250X "
             "(ROCm/rccl#2191); safe keeps one collective in flight"
         )
-    yield f"{_summarize(config, plan)}; on {name}"
+    yield from _warn_of_levels(plan)
+    yield from _summarize(config, plan, name)
     if plan.division.ranks > 1:
         yield _describe_pipeline(config, plan)
     if plan.levels.ranks > 1:
@@ -80,6 +84,15 @@ def describe_run(
         or config.model.scaling
     ):
         yield from optimizer_groups(config).describe()
+
+
+def aligned(lines: Iterable[str]) -> list[str]:
+    """The lines as a table: in all of the form `name: text`, the texts begin in one column.
+    Warnings stay as they are."""
+    lines = list(lines)
+    rows = [(line, _ROW.match(line)) for line in lines]
+    width = max((len(match[1]) for _, match in rows if match), default=0) + 2
+    return [line if match is None else f"{match[1]:{width}}{match[2]}" for line, match in rows]
 
 
 def uses_rccl(name: str) -> bool:
@@ -110,27 +123,53 @@ def _describe_pipeline(config: Config, plan: RunPlan) -> str:
     return f"{describe_pipeline(*numbers, costs)}; blocks {', '.join(map(str, division.layers))}"
 
 
-def _summarize(config: Config, plan: RunPlan) -> str:
-    """One line: levels, placement, and the state and micro-batches of a rank.
+def _warn_of_levels(plan: RunPlan) -> Iterator[str]:
+    """A warning if the levels have shrunk because the ranks are few."""
+    given = {name: level.size for name, level in plan.machine.levels.items() if level.size}
+    used = dict(zip(plan.levels.names, plan.levels.sizes, strict=True))
+    if any(used[name] != size for name, size in given.items()):
+        holds = " x ".join(f"{name} {size}" for name, size in given.items())
+        yield (
+            f"warning: machine.levels: {holds}, but {plan.levels.ranks} ranks; the levels are "
+            f"shrunk to {_sizes(plan.levels)}"
+        )
+
+
+def _sizes(levels: Levels) -> str:
+    return " x ".join(f"{n} {s}" for n, s in zip(levels.names, levels.sizes, strict=True))
+
+
+def _summarize(config: Config, plan: RunPlan, device: str) -> Iterator[str]:
+    """Lines about ranks, model, placement, the state of a rank, batch and data.
 
     Raises UserError if the batch does not divide.
     """
-    levels = plan.levels
-    sizes = " x ".join(f"{n} {s}" for n, s in zip(levels.names, levels.sizes, strict=True))
+    levels, model, train = plan.levels, config.model, config.train
+    splits = [f"{name} {size}" for name, size in asdict(plan.shape.splits).items() if size > 1]
+    number = micro_batches_of(config, plan)
+    yield f"layout: {_sizes(levels)} = {levels.ranks} ranks, on {device}"
+    count = parameter_count(model)
+    numel = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
+    yield f"model: {numel} parameters, {model.layers} blocks, {model.hidden} wide"
+    if splits:
+        yield f"splits: {', '.join(splits)}"
     shards = _describe_placement(plan.default.placement, levels)
     if plan.experts.placement != plan.default.placement:
         shards += f"; of experts: {_describe_placement(plan.experts.placement, levels)}"
-    splits = (f"{name} {size}" for name, size in asdict(plan.shape.splits).items() if size > 1)
-    shards = ", ".join([*splits, shards])
-    number = micro_batches_of(config, plan)
+    yield f"sharded: {shards}"
     on_host = host_gib(config, plan)
-    host = f"{on_host:.3g} in host memory, " if on_host else ""
-    return (
-        f"{sizes} = {levels.ranks} ranks; {shards}; per rank: "
-        f"{state_gib(config, plan):.3g} GiB of state, {host}"
-        f"{buffer_gib(config, plan):.3g} of buffers, {number} micro-batches of "
-        f"{config.train.micro_batch} sequences"
+    host = f", {on_host:.3g} GiB in host memory" if on_host else ""
+    yield (
+        f"a rank has: {state_gib(config, plan):.3g} GiB of state{host}, "
+        f"{buffer_gib(config, plan):.3g} GiB of buffers"
     )
+    is_padded = train.global_batch % (train.micro_batch * plan.shape.over(("data",)).ranks)
+    yield (
+        f"batch: {train.global_batch} sequences of {model.sequence_length} tokens; a rank has "
+        f"{number} micro-batches of {train.micro_batch}{', some padding' if is_padded else ''}"
+    )
+    first, *more = [corpus.path for corpus in config.data.train] or ["none"]
+    yield f"data: {first}{f' and {len(more)} more corpora' if more else ''}"
 
 
 def _describe_placement(placement: Placement, levels: Levels) -> str:
@@ -221,7 +260,8 @@ def describe_kernels(config: Config, world: World, plan: RunPlan, model: GPT) ->
     kinds = kinds_of(config.model).values()
     attention = ", ".join(kind.kernel(config.model, computed) for kind in kinds)
     is_compiled = config.train.compile and reason is None
-    yield f"attention: {attention}; blocks: {'compiled' if is_compiled else 'not compiled'}"
+    yield f"attention: {attention}"
+    yield f"blocks: {'compiled' if is_compiled else 'not compiled'}"
     if config.train.linear_precision is not None:
         yield _describe_float8(reason_not_float8(world), model)
     if config.model.moe is not None:

@@ -11,7 +11,7 @@ from megafrontier.common.errors import UserError, need, print_error
 from megafrontier.common.progress import Progress
 from megafrontier.config import Config, load_config, load_machine, save_config
 from megafrontier.parallel.env import identify
-from megafrontier.plan.describe import describe_run
+from megafrontier.plan.describe import aligned, describe_run
 from megafrontier.plan.footprint import host_gib
 from megafrontier.plan.refuse import check_layout, memory_advice
 from megafrontier.plan.reserve import Reserve
@@ -127,7 +127,7 @@ def dry_run_command(
     lines.append(f"rank 0: {step.gib:.3g} GiB of tensors at the peak: {_parts(step)}")
     if not seconds:
         lines.append(describe_memory(plan, step))
-    return "\n".join(lines)
+    return "\n".join(aligned(lines))
 
 
 def _predicted(config: Config, plan: RunPlan) -> tuple[Simulated, float | None]:

@@ -1,6 +1,7 @@
 """Files that come with the package: each of them works alone, copied to any folder."""
 
 import re
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,13 @@ def test_a_config_that_does_not_exist_is_refused_with_the_names_that_are_nearest
     message = refusal(load_config, given)
     assert message.startswith(f"{said}a name that `megafrontier configs` lists, such as gpt-125m, ")
     assert message.count(", ") == 4, "three names"
+
+
+def test_the_quickstart_runs_on_any_number_of_ranks_from_1_to_8():
+    config = load_config("quickstart")
+    sizes = [check_layout(config, ranks).levels.sizes for ranks in range(1, 9)]
+    assert [prod(size) for size in sizes] == [*range(1, 9)]
+    assert sizes[-1] == (2, 4, 1)
 
 
 RUNS = [name for name in shipped_files() if "/" not in name and name != "slurm"]

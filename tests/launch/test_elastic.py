@@ -18,7 +18,8 @@ def config_file(tmp_path_factory):
         ([], 4, 3, 3),  # levels of 2 and 2 ranks
         (["machine={levels: {pair: {size: 2}, world: {}}}"], 1, 3, 2),
         (["parallel.tensor=pair"], 2, 3, 2),
-        (["machine.levels.pair.size=4"], 1, 3, 0),
+        (["machine.levels.pair.size=4"], 1, 3, 3),  # a part of one pair
+        (["parallel.tensor=2"], 1, 1, 0),
     ],
 )
 def test_a_run_goes_on_over_the_most_nodes_that_its_levels_and_splits_fit(

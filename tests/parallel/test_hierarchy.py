@@ -34,6 +34,16 @@ def test_the_outermost_size_follows_from_the_ranks():
     assert resolve(8, pair=2, node=4).sizes == (2, 4)
 
 
+def test_levels_shrink_for_few_ranks_and_claim_no_faster_links_than_these_have():
+    found = [resolve(ranks, pair=2, node=4, world=None).sizes for ranks in range(1, 9)]
+    assert found == [
+        (1, 1, 1), (2, 1, 1), (1, 3, 1), (2, 2, 1), (1, 5, 1), (2, 3, 1), (1, 7, 1), (2, 4, 1)
+    ]  # fmt: skip
+    assert resolve(4, pair=2, node=4).sizes == (2, 2)
+    assert resolve(160, pair=2, node=4, group=32, world=None).sizes == (2, 4, 20, 1)
+    assert resolve(12, pair=2, node=4, group=32).sizes == (2, 1, 6)
+
+
 def test_depth_counts_levels_and_none_is_zero():
     assert [FRONTIER.depth(name) for name in ("none", "pair", "node", "world")] == [0, 1, 2, 3]
 
@@ -41,10 +51,9 @@ def test_depth_counts_levels_and_none_is_zero():
 @pytest.mark.parametrize(
     ("ranks", "sizes", "message"),
     [
-        (12, {"pair": 2, "node": 4, "world": None}, "pair 2 × node 4 × world .* 12 ranks"),
-        (4, {"pair": 2, "node": 4, "world": None}, "cannot hold 4 ranks, need a multiple of 8"),
-        (4, {"pair": 2, "node": 4}, "cannot hold 4 ranks, need 8"),
-        (16, {"pair": 2, "node": 4}, "cannot hold 16 ranks, need 8"),
+        (12, {"pair": 2, "node": 4, "world": None}, "pair 2 × node 4 × world .* 12 ranks, need at "
+         "most 8, or a multiple of it; or another"),
+        (16, {"pair": 2, "node": 4}, "cannot hold 16 ranks, need at most 8; or another machine"),
         (8, {"pair": None, "world": None}, r"machine\.levels\.pair\.size: open"),
     ],
 )  # fmt: skip

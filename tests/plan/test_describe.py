@@ -1,10 +1,12 @@
 """A run says what its ranks hold and send, and what may go wrong."""
 
+import re
+
 import pytest
 import torch
 
 from megafrontier.config import Config, MoEConfig, ParallelConfig
-from megafrontier.plan.describe import describe_run
+from megafrontier.plan.describe import aligned, describe_run
 from megafrontier.plan.resolve import resolve_plan
 from tests import runs
 from tests.model.small_models import small_config
@@ -73,6 +75,22 @@ def test_a_warm_up_longer_than_the_run_is_shortened_with_a_warning(tmp_path):
         config = runs.load(path, "schedule.warmup_steps=5", f"train.steps={steps}")
         lines = describe_run(config, resolve_plan(config, 8))
         assert [line for line in lines if line.startswith(said)] == expected
+
+
+def test_levels_that_shrink_and_padding_are_said_and_the_lines_are_a_table(tmp_path):
+    config = runs.load(runs.make_config_file(tmp_path), "train.elastic=true")
+    warned, *rows = describe_run(config, resolve_plan(config, 3))
+    assert warned.startswith(
+        "warning: machine.levels: pair 2 x node 2, but 3 ranks; the levels are "
+    )
+    assert warned.endswith(" shrunk to pair 1 x node 3 x world 1")
+    assert rows[0] == "layout: pair 1 x node 3 x world 1 = 3 ranks, on any"
+    (batch,) = (row for row in rows if row.startswith("batch: "))
+    assert batch.endswith("micro-batches of 2, some padding")
+    first, *table = aligned([warned, *rows])
+    assert first == warned
+    assert len({len(re.match(r"[a-z ]+: +", line)[0]) for line in table}) == 1
+    assert [line.split() for line in table] == [row.split() for row in rows]
 
 
 def test_several_communicators_at_once_are_warned_of_on_devices_on_which_they_have_hung(tmp_path):

@@ -260,7 +260,7 @@ def test_a_border_costs_what_its_wire_sends() -> None:
         ((), "= 4 ranks"),
         (
             ("parallel.tensor=2", "parallel.pipeline=2", "parallel.schedule=zero_bubble"),
-            "pipeline: 2 stages, zero_bubble, ",
+            " 2 stages, zero_bubble, ",
         ),
     ],
 )

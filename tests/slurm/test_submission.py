@@ -70,9 +70,9 @@ def test_a_dry_run_shows_what_would_be_submitted_and_run():
     assert step[-5:] == ["-m", "megafrontier", "train", CONFIG, "train.steps=100000"]
     assert 'export NCCL_SOCKET_IFNAME="hsn0,hsn1,hsn2,hsn3"' in said
     assert any(line.startswith("module load") for line in said)
-    first, wires, *_ = done.stderr.splitlines()
-    assert first.startswith("pair 2 x node 4 x world 48 = 384 ranks; weights pair, gradients node")
-    assert wires.startswith("wires: weights ")
+    first, *lines = done.stderr.splitlines()
+    assert first == "layout: pair 2 x node 4 x world 48 = 384 ranks, on MI250X GCD"
+    assert "sharded: weights pair, gradients node, optimizer world" in lines
 
 
 def test_certify_comes_before_the_submission_and_the_runs_certificate_is_named():
@@ -156,7 +156,7 @@ def test_a_submission_asks_for_the_spare_nodes_too_and_checks_those_that_train()
     assert step.startswith("srun --overlap --nodes=4 --ntasks=TASKS --exclude=SPARES ")
     said = done.stderr.splitlines()
     assert said[0] == "4 nodes train, 2 more are spares (run.spare_nodes)"
-    assert " = 32 ranks; " in said[1]
+    assert " = 32 ranks, " in said[1]
 
 
 def test_spare_nodes_need_a_number_of_nodes_and_of_tasks_on_each():

@@ -91,7 +91,8 @@ BAD = [
     (("parallel.pipeline=2", "parallel.layers=[2]"), "parallel.layers: [2], need 2 numbers"),
     (("parallel.pipeline=4",), "model.layers: 2, need at least 4, one block for each stage"),
     (("parallel.layers=[0]",), "parallel.layers[0]: 0, need at least 1"),
-    (("machine.levels.node.size=3",), "machine.levels: pair 2 × node 3 × world ? cannot hold 4"),
+    (("machine.levels.pair.size=3", "machine.levels.node.size=1"), "machine.levels: pair 3 × "
+     "node 1 × world ? cannot hold 4"),
     (("partition.weights=world", "partition.gradients=node", "partition.optimizer=world"),
      "partition.weights: world reaches further than partition.gradients (node)"),
     (("partition.weights_copy=false",), "partition.weights_copy: false, need true, or weights and "
