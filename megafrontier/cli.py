@@ -412,19 +412,25 @@ def _export(a: argparse.Namespace) -> None:
 )
 def _import(a: argparse.Namespace) -> None:
     """Make a checkpoint of step 0 from a Hugging Face model, to train, evaluate or generate, and a
-    config.yaml beside it, which trains it on. Or make one of a checkpoint of Megatron core
+    config.yaml beside it, which trains it on. Or make both of a checkpoint of Megatron core
     (torch_dist), of its iteration if it has Adam's states."""
     fits = "need a Hugging Face model or --megatron DIR, one of both"
     need((a.model is None) != (a.megatron is None), "model", a.model or "missing", fits)
-    if a.megatron is not None:
+    need(
+        not a.weights_only or a.megatron is not None,
+        "--weights-only",
+        "given",
+        "need --megatron DIR with it",
+    )
+    if a.megatron is None:
+        from megafrontier.commands.convert import import_command
+
+        made = import_command(a.model, a.out, a.tokenizer)
+    else:
         from megafrontier.commands.megatron.command import import_megatron
 
-        print(import_megatron(a.megatron, a.out, a.tokenizer, a.weights_only))
-        return
-    from megafrontier.commands.convert import import_command
-
-    need(not a.weights_only, "--weights-only", "given", "need --megatron DIR with it")
-    print(made := import_command(a.model, a.out, a.tokenizer))
+        made = import_megatron(a.megatron, a.out, a.tokenizer, a.weights_only)
+    print(made)
     _note(f"to train: megafrontier train {made.parent}/config.yaml 'data.train=[{{path: PREFIX}}]'")
 
 

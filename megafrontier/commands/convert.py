@@ -94,7 +94,6 @@ def import_command(name: str | Path, out: Path, tokenizer: str | None = None) ->
     folder that holds checkpoints or a config already or cannot be written.
     """
     root = import_root(out, 0)
-    need(not (root / CONFIG).exists(), "--out", root, f"holds a {CONFIG}; need another")
     folder = model_folder(str(name))
     # Check everything first, because reading the weights may take an hour.
     described = described_model(folder)
@@ -122,7 +121,7 @@ def import_command(name: str | Path, out: Path, tokenizer: str | None = None) ->
 
 def import_root(out: Path, step: int) -> Path:
     """The folder to write an imported checkpoint of a step into. `out`: that folder, or the
-    checkpoint in it. Raises UserError if it holds checkpoints."""
+    checkpoint in it. Raises UserError if it holds checkpoints or a config."""
     named = step_of(out)
     if named not in (None, step):
         fits = f"need {step_folder(out.parent, step)}"
@@ -130,6 +129,7 @@ def import_root(out: Path, step: int) -> Path:
     root = out if named is None else out.parent
     if any(candidates(root)):
         raise UserError(f"{root}: holds checkpoints; need another --out")
+    need(not (root / CONFIG).exists(), "--out", root, f"holds a {CONFIG}; need another")
     return root
 
 

@@ -1,6 +1,7 @@
-"""The config that `import` writes beside a checkpoint: it trains on from the imported weights."""
+"""The config that `import` writes beside a checkpoint: it trains on from the imported state."""
 
 import json
+from collections.abc import Sequence
 from itertools import groupby
 from math import sqrt
 from pathlib import Path
@@ -15,46 +16,55 @@ LONGEST_SEQUENCE = 2048
 """Tokens of a sequence, unless the model has learned positions. Memory grows with them."""
 
 
-class _Line(NamedTuple):
+class Line(NamedTuple):
+    """A key of the config, with a comment."""
+
     key: str
     """`section.key`, or a key at the top."""
     value: object
     comment: str
 
 
-def write_config(checkpoint: Path, model: ModelConfig, has_tokenizer: bool) -> Path:
+def write_config(
+    checkpoint: Path, model: ModelConfig, has_tokenizer: bool, continued: Sequence[Line] = ()
+) -> Path:
     """Write config.yaml beside the checkpoint of an imported model. The folder of both is the run
-    directory. Returns the path. Raises OSError."""
+    directory. Returns the path. Raises OSError.
+
+    continued: the lines about data and training, to go on with the run that made the checkpoint;
+        default: fine-tuning.
+    """
     path = checkpoint.parent.absolute() / CONFIG
     checkpoint = path.parent / checkpoint.name
     count = parameter_count(model)
     tokenizer = str(checkpoint / "tokenizer") if has_tokenizer else "none"
+    length = model.sequence_length if continued else _sequence_length(model)
     lines = [
-        _Line("run.name", path.parent.name, "in logs and reports"),
-        _Line("run.directory", str(path.parent), "of checkpoints, metrics and log"),
-        _Line("model.preset", "from_checkpoint", "the imported one; `checkpoint show` lists it"),
-        _Line("model.sequence_length", _sequence_length(model), "tokens; memory grows with them"),
-        _Line("tokenizer", tokenizer, "the imported one, also for `prepare`"),
-        *_DATA,
-        *_training(count),
-        _Line("checkpoint.resume", str(checkpoint), "the weights that training begins with"),
-        _Line("checkpoint.every", 100, "steps; the newest two are kept"),
-        _Line("evaluate.every", 50, "steps between two validation losses"),
-        _Line("evaluate.batches", 4, "global batches of each"),
+        Line("run.name", path.parent.name, "in logs and reports"),
+        Line("run.directory", str(path.parent), "of checkpoints, metrics and log"),
+        Line("model.preset", "from_checkpoint", "the imported one; `checkpoint show` lists it"),
+        Line("model.sequence_length", length, "tokens; memory grows with them"),
+        Line("tokenizer", tokenizer, "the imported one, also for `prepare`"),
+        *(continued or [*_DATA, *_training(count)]),
+        Line("checkpoint.resume", str(checkpoint), "what training begins with"),
+        Line("checkpoint.every", 100, "steps; the newest two are kept"),
+        Line("evaluate.every", 50, "steps between two validation losses"),
+        Line("evaluate.batches", 4, "global batches of each"),
     ]
-    write_atomically(path, _head(path, count) + "\n".join(_written(lines)) + "\n")
+    purpose = "Goes on with" if continued else "Fine-tunes"
+    write_atomically(path, _head(path, purpose, count) + "\n".join(_written(lines)) + "\n")
     return path
 
 
 _DATA = (
-    _Line("data.train", [], "yours to give: [{path: PREFIX}], what `prepare` wrote"),
-    _Line("data.split", [0.99, 0.01], "the last 1 % is for validation; or give data.valid"),
-    _Line("data.document_mask", True, "attention stays within a document or chat"),
-    _Line("data.packing", "best_fit", "whole documents side by side in a sequence"),
+    Line("data.train", [], "yours to give: [{path: PREFIX}], what `prepare` wrote"),
+    Line("data.split", [0.99, 0.01], "the last 1 % is for validation; or give data.valid"),
+    Line("data.document_mask", True, "attention stays within a document or chat"),
+    Line("data.packing", "best_fit", "whole documents side by side in a sequence"),
 )
 
 
-def _training(count: int) -> list[_Line]:
+def _training(count: int) -> list[Line]:
     """For a model of `count` parameters. Larger ones take larger batches at lower rates: Tulu 3
     (Lambert et al. 2024, arXiv:2411.15124, table 8) has 5e-6 for 8B and 2e-6 for 70B, both with a
     linear schedule, 3 % of warm-up and 128 sequences of 4096."""
@@ -63,16 +73,16 @@ def _training(count: int) -> list[_Line]:
     batch = 32 if count < 1e9 else 64 if count < 2e10 else 128
     epochs = "3 epochs: 3 · tokens of the corpus / (global_batch · sequence_length)"
     return [
-        _Line("train.steps", 300, epochs),
-        _Line("train.global_batch", batch, "sequences of a step, over all ranks"),
-        _Line("train.micro_batch", micro, "sequences that a rank computes at a time"),
-        _Line("train.precision", "bf16", "of weights and activations; masters are fp32"),
-        _Line("train.activation_checkpointing", "block", "less memory, a third more work"),
-        _Line("optimizer.lr", f"{rate:.1e}", "2e-5 at 1B parameters, less for more"),
-        _Line("optimizer.weight_decay", 0.0, "the weights stay near the imported ones"),
-        _Line("schedule.name", "linear", "decay to 0 at the last step"),
-        _Line("schedule.warmup_fraction", 0.03, "of the steps"),
-        _Line("machine", "laptop", "one level of links; `megafrontier configs` lists others"),
+        Line("train.steps", 300, epochs),
+        Line("train.global_batch", batch, "sequences of a step, over all ranks"),
+        Line("train.micro_batch", micro, "sequences that a rank computes at a time"),
+        Line("train.precision", "bf16", "of weights and activations; masters are fp32"),
+        Line("train.activation_checkpointing", "block", "less memory, a third more work"),
+        Line("optimizer.lr", f"{rate:.1e}", "2e-5 at 1B parameters, less for more"),
+        Line("optimizer.weight_decay", 0.0, "the weights stay near the imported ones"),
+        Line("schedule.name", "linear", "decay to 0 at the last step"),
+        Line("schedule.warmup_fraction", 0.03, "of the steps"),
+        Line("machine", "laptop", "one level of links; `megafrontier configs` lists others"),
     ]
 
 
@@ -82,9 +92,9 @@ def _sequence_length(model: ModelConfig) -> int:
     return model.sequence_length if is_learned else min(model.sequence_length, LONGEST_SEQUENCE)
 
 
-def _head(path: Path, count: int) -> str:
+def _head(path: Path, purpose: str, count: int) -> str:
     return (
-        f"# Fine-tunes an imported model of {count / 1e6:,.3g} million parameters:\n"
+        f"# {purpose} an imported model of {count / 1e6:,.3g} million parameters:\n"
         f"#     megafrontier train {path} 'data.train=[{{path: PREFIX}}]'\n"
         "# with `--nproc 8 machine=nvlink8` on 8 GPUs. Each key can also be given there, as in\n"
         "# train.steps=100; docs/configuration.md has all keys. When the run starts, this file\n"
@@ -92,7 +102,7 @@ def _head(path: Path, count: int) -> str:
     )
 
 
-def _written(lines: list[_Line]) -> list[str]:
+def _written(lines: list[Line]) -> list[str]:
     """YAML of a column of values and one of comments. Long values stand alone."""
     found = []
     for section, group in groupby(lines, lambda line: line.key.rpartition(".")[0]):
@@ -104,7 +114,7 @@ def _written(lines: list[_Line]) -> list[str]:
     return found
 
 
-def _is_quoted(line: _Line) -> bool:
+def _is_quoted(line: Line) -> bool:
     """Whether the value is a path or a name of any characters, or a flag."""
     is_path = line.key in ("run.name", "run.directory", "tokenizer", "checkpoint.resume")
     return is_path or isinstance(line.value, bool | list)

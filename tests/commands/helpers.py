@@ -1,6 +1,8 @@
 """What tests of the commands share: their output, and the loss of a run by another road."""
 
 import re
+import shlex
+from pathlib import Path
 
 import torch
 
@@ -12,6 +14,16 @@ from megafrontier.data.sampling.loader import open_loader
 GENERATE = "megafrontier.commands.generate."
 CONVERT, EVALUATE = "megafrontier.commands.convert.", "megafrontier.commands.evaluate."
 CHECKPOINTS = "megafrontier.commands.checkpoints."
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def commands_of(page, heading):
+    """The words of the commands in the first block of them below a heading of a page of docs."""
+    text = (DOCS / page).read_text().partition(f"# {heading}\n")[2]
+    block = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)[0]
+    return [shlex.split(line, comments=True) for line in block.splitlines()]
 
 
 def run_command(capfd, *words):

@@ -2,7 +2,6 @@
 
 import io
 import re
-import shlex
 import shutil
 from pathlib import Path
 
@@ -17,20 +16,16 @@ from megafrontier.config import load_config
 from megafrontier.config.model.gpt import ModelConfig
 from megafrontier.families.hub import model_folder
 from tests import runs
+from tests.commands.helpers import DOCS, commands_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "fine-tuning.md"
+PAGE = "fine-tuning.md"
 SMALLER = ("--nproc", "1", "train.steps=3", "train.global_batch=8", "optimizer.lr=1e-2")
 
 
-def commands():
-    """The words of the commands in the page's first block of them."""
-    block = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
-    return [shlex.split(line) for line in block.splitlines()]
-
-
 def test_the_three_commands_of_the_page_train_a_model_that_then_talks(my_hf, monkeypatch, capfd):
-    Path("chats.jsonl").write_text(re.findall(r"```json\n(.*\n)```", PAGE.read_text())[0] * 40)
-    made = commands()
+    chat = re.findall(r"```json\n(.*\n)```", (DOCS / PAGE).read_text())[0]
+    Path("chats.jsonl").write_text(chat * 40)
+    made = commands_of(PAGE, "In three commands")
     assert len(made) == 3
     said = []
     for program, *words in made:

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 
 from megafrontier.checkpoint.format import Manifest
 from megafrontier.commands.convert import import_root, save_imported
+from megafrontier.commands.fine_tuning import write_config
 from megafrontier.commands.megatron.arguments import ArgumentReader, read_model, read_optimizer
+from megafrontier.commands.megatron.continued import continued
 from megafrontier.commands.megatron.folder import MASTERS, MOMENTS, OPTION, MegatronFolder
 from megafrontier.commands.megatron.tensors import IGNORED, TensorRow, row_of
 from megafrontier.common.errors import UserError, need
@@ -44,7 +46,8 @@ class _Source:
 def import_megatron(
     path: Path, out: Path, tokenizer: str | None = None, weights_only: bool = False
 ) -> Path:
-    """Make a checkpoint from one of Megatron core (torch_dist), which need not be trusted.
+    """Make a checkpoint from one of Megatron core (torch_dist), which need not be trusted, and a
+    config.yaml beside it, which goes on with the run.
 
     With Adam's states it has them, the fp32 weights, and the iteration as its step; without, or
     with `weights_only`, the weights and step 0. Tensors are read when they are written, one at a
@@ -54,7 +57,7 @@ def import_megatron(
     of the run, or `none`.
 
     Raises UserError by key for a model or an optimizer that cannot be imported, a folder that is
-    not sound, and an `out` that holds checkpoints; StorageFailed.
+    not sound, and an `out` that holds checkpoints or a config; StorageFailed.
     """
     need(tokenizer is not None, "--tokenizer", "missing", f"need PATH or none with {OPTION}")
     source = MegatronFolder(path)
@@ -71,7 +74,12 @@ def import_megatron(
         return _read(source, sources[name], known, config.model)
 
     manifest = _manifest(source, config, has_optimizer)
-    return save_imported(root, manifest, config.model, states, sources, load)
+    lines = []
+    if has_optimizer:
+        lines = continued(source.arguments, source.iteration, config.optimizer)
+    saved = save_imported(root, manifest, config.model, states, sources, load)
+    write_config(saved, config.model, tokenizer != "none", lines)
+    return saved
 
 
 def _has_optimizer(source: MegatronFolder) -> bool:

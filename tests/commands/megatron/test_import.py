@@ -2,6 +2,7 @@
 
 import argparse
 import enum
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,13 @@ from megafrontier.checkpoint.format import BUFFER
 from megafrontier.checkpoint.load import open_checkpoint
 from megafrontier.cli import main
 from megafrontier.commands.checkpoints import load_model, saved_config
+from megafrontier.commands.fine_tuning import write_config
+from megafrontier.commands.megatron.arguments import ArgumentReader
+from megafrontier.commands.megatron.continued import continued
+from megafrontier.config import ModelConfig, OptimizerConfig, ScheduleConfig, load_config
+from megafrontier.data.text.prepare import prepare
 from tests import runs
+from tests.commands.helpers import commands_of
 from tests.commands.megatron.layout import Layout, grouped, of_gpt2, of_llama, write
 from tests.families.conftest import assert_same_logits
 
@@ -171,6 +178,65 @@ def test_a_run_goes_on_from_an_import(config_file, tmp_path):
     assert [line["step"] for line in lines if "loss" in line] == [6, 7]
     saved = open_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000007")
     assert saved.manifest.extra["optimizer_steps"] == 9
+
+
+RUN = {"train_iters": 9, "global_batch_size": 4, "micro_batch_size": 2, "min_lr": 1e-4,
+       "lr_decay_style": "cosine", "lr_decay_iters": 12, "lr_warmup_iters": 2, "clip_grad": 0.5,
+       "reset_attention_mask": True}  # fmt: skip
+
+
+def test_the_commands_of_the_page_go_on_with_megatrons_run(my_hf, capfd):
+    """From an empty folder, with the corpus and the tokenizer of Megatron's run."""
+    Path("my-hf").rename("my-tokenizer")
+    config = transformers.LlamaConfig(**SIZES | {"vocab_size": 280})
+    _, tensors, arguments = llama_like(config, LLAMA | RUN | {"vocab_size": 280})
+    arguments["padded_vocab_size"] = 284
+    write(Path("checkpoints/7b"), tensors, arguments, Layout("reshardable", padding=4))
+    Path("text.txt").write_text("a stitch in time saves nine\n" * 200)
+    prepare(["text.txt"], "my-tokenizer", "corpora/pile_text_document", 1)
+    made = commands_of("from-megatron.md", "Megatron's checkpoints")
+    assert [words[1] for words in made] == ["import", "train"]
+    for _, *words in made:
+        assert main(words) == 0
+    run = Path("runs/7b")
+    assert capfd.readouterr().out.startswith(f"{run}/step-00000005\n")
+    assert [line["step"] for line in runs.metrics(run) if "loss" in line] == [6, 7, 8, 9]
+    given = load_config(run / "config.given.yaml")
+    assert given.optimizer == replace(
+        OptimizerConfig(), lr=0.01, betas=(0.9, 0.95), no_decay=["norm", "bias"]
+    )
+    assert given.schedule == ScheduleConfig("cosine", 2, decay_steps=12, min_lr=1e-4)
+    assert given.train.clip_grad_norm == 0.5
+    assert given.data.document_mask
+
+
+STYLES = {
+    "linear": {},
+    "constant": {"lr_decay_iters": None, "lr_warmup_fraction": 0.5},
+    "WSD": {"lr_wsd_decay_iters": 3},
+    "inverse-square-root": {"train_iters": 5, "recompute_granularity": "full", "bf16": True},
+}
+
+
+def test_a_config_has_what_the_arguments_of_a_run_say(tmp_path):
+    found = {}
+    for style, more in STYLES.items():
+        reader = ArgumentReader(
+            "args", RUN | {"lr_decay_style": style, "lr_warmup_iters": 0} | more
+        )
+        lines = continued(reader, 5, OptimizerConfig())
+        write_config(tmp_path / "step-00000005", ModelConfig(), False, lines)
+        overrides = ["model.preset=gpt2"]  # the checkpoint is not there
+        found[style] = load_config(tmp_path / "config.yaml", overrides)
+    schedules = [found[style].schedule for style in STYLES]
+    names = [schedule.name for schedule in schedules]
+    assert names == ["linear", "constant", "wsd", "cosine"]
+    assert [schedule.warmup_steps for schedule in schedules] == [0, 4, 0, 0]
+    assert [schedule.decay_steps for schedule in schedules] == [12, None, 12, 12]
+    assert found["WSD"].schedule.decay_fraction == 0.25
+    last = found["inverse-square-root"].train
+    assert (last.steps, last.precision, last.activation_checkpointing) == (305, "bf16", "block")
+    assert found["linear"].train.steps == 9
 
 
 def refused(folder, out, capsys, *options):
