@@ -14,6 +14,7 @@ from megafrontier.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "import sys; from megafrontier.cli import main; sys.exit(main(sys.argv[1:]))"
+WHERE = "import megafrontier; print(megafrontier.__file__)"
 LOAD = "from megafrontier.config import *; print(load_machine(load_config('gpt-1.3b').machine))"
 
 
@@ -53,29 +54,49 @@ def test_a_wheel_has_all_modules_configs_machines_and_slurm_files(wheel):
     assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
 
 
-def test_an_installed_wheel_finds_its_files_from_any_folder(wheel, tmp_path):
-    """Laid out as pip does it in a virtual environment."""
-    site = tmp_path / "env" / "lib" / "python3" / "site-packages"
+@pytest.fixture(scope="module")
+def run(wheel, tmp_path_factory):
+    """Runs Python with words in a folder, with the wheel laid out as pip does it in a virtual
+    environment."""
+    env = tmp_path_factory.mktemp("env")
+    site = env / "lib" / "python3" / "site-packages"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     data = next(site.glob("*.data")) / "data" / "share"
-    data.rename(tmp_path / "env" / "share")
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
+    data.rename(env / "share")
 
-    def run(code, *words):
-        environment = {**os.environ, "PYTHONPATH": str(site)}
-        line = [sys.executable, "-c", code, *words]
-        return subprocess.check_output(line, cwd=elsewhere, env=environment, text=True)
+    def run(folder, *words):
+        environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+        line = [sys.executable, *words]
+        return subprocess.check_output(line, cwd=folder, env=environment, text=True)
 
-    listed = run(COMMAND, "configs")
+    assert Path(run(env, "-c", WHERE).strip()).parents[1] == site
+    return run
+
+
+def test_an_installed_wheel_finds_its_files_from_any_folder(run, tmp_path):
+    listed = run(tmp_path, "-c", COMMAND, "configs")
     assert re.search(
         r"^gpt-1.3b +GPT-3 XL on 2 nodes: as gpt-125m, with 1M tokens a step$", listed, re.M
     )
     assert "machines/frontier " in listed
-    assert run(COMMAND, "configs", "--copy", "slurm") == "slurm\n"
-    assert (elsewhere / "slurm" / "env" / "frontier.sh").is_file()
-    assert "MI250X" in run(LOAD)
+    assert run(tmp_path, "-c", COMMAND, "configs", "--copy", "slurm") == "slurm\n"
+    assert (tmp_path / "slurm" / "env" / "frontier.sh").is_file()
+    assert "MI250X" in run(tmp_path, "-c", LOAD)
+
+
+def test_the_example_of_the_librarys_page_trains_and_goes_on_with_the_wheel_alone(run, tmp_path):
+    page = (ROOT / "docs" / "library.md").read_text()
+    example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    found = {}
+    for steps in (20, 30):
+        (tmp_path / "train.py").write_text(example.replace("steps = 100", f"steps = {steps}"))
+        said = run(tmp_path, "train.py")
+        found[steps] = re.findall(r"^step (\d+)  loss ([\d.]+)$", said, re.M)
+    assert [step for step, _ in found[20]] == ["10", "20"]
+    assert [step for step, _ in found[30]] == ["30"]
+    (_, first), *_ = found[20]
+    assert float(found[30][0][1]) < float(first)
 
 
 def test_a_copy_is_refused_if_the_name_is_unknown_or_taken(tmp_path, monkeypatch, capsys):
