@@ -94,6 +94,7 @@ TRAINING: Choices = {
     "train.loss_chunk_tokens": [20, 1024],
     "optimizer.name": ["adamw", "adamw", "sgd"],
     "optimizer.ema": [0.0, 0.5],
+    "optimizer.qk_clip": [0.0, 0.0, 4.0],
     "optimizer.groups": [
         [],
         [],

@@ -116,6 +116,7 @@ FEATURES = {
         *by_key("train.linear_precision", fp8="fp8"),
         *by_key("train.batch_warmup", growing_batch={"start": 32, "step_by": 32, "until": 10}),
         Feature("Muon", {"optimizer.groups": [MUON]}),
+        Feature("QK-clip", {"optimizer.qk_clip": 100}),
         *by_key("optimizer.ema", EMA=0.9),
         *by_key("train.elastic", elastic=True),
     ],

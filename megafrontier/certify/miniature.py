@@ -38,6 +38,8 @@ RECORDER = "megafrontier.certify.recorder.Recorder"
 LEARNING_RATE = 0.01
 LEAST_EPS = 1e-3
 """AdamW's, so that a gradient that is nothing but rounding moves no weight."""
+MOST_LOGIT = 2.0
+"""The limit of QK-clip. The log-sum of 8 logits near 0 is above it, so heads are clipped."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ def _shrink_optimizer(small: Config) -> None:
         group.lr = None if group.lr is None else group.lr * factor
         group.eps = None if group.eps is None else max(group.eps, LEAST_EPS)
     optimizer.ema = 0.5 if optimizer.ema else 0.0
+    optimizer.qk_clip = min(optimizer.qk_clip, MOST_LOGIT)
     optimizer.fused = "torch" if optimizer.fused == "apex" else optimizer.fused
     schedule.min_lr *= factor
     schedule.warmup_steps = 2 if schedule.warmup_fraction else min(schedule.warmup_steps, 2)

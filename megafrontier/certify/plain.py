@@ -47,6 +47,8 @@ def why_no_plain_update(config: Config) -> str | None:
     """Why there is no plain formula of a model's updates; None if there is."""
     if config.model.scaling is not None:
         return "model.scaling"
+    if config.optimizer.qk_clip:
+        return "optimizer.qk_clip"
     names = {config.optimizer.name, *(group.name for group in config.optimizer.groups)}
     return "optimizer.name: lsp" if "lsp" in names else None
 

@@ -71,6 +71,10 @@ class OptimizerConfig:
     split_heads: bool = False
     """muon: orthogonalize each head of `attention.qkv` (of queries, keys and values) by itself,
     not the three as one matrix."""
+    qk_clip: float = bounded(0.0, at_least=0)
+    """QK-clip (Kimi Team 2025, arXiv:2507.20534: 100), with any optimizer: if the largest logit of
+    an attention head in a step exceeds this, its queries and keys are scaled after the update, so
+    that their logits shrink to it. 0: none."""
     ema: float = bounded(0.0, at_least=0, below=1)
     """Also keep an exponential moving average of the weights, average = ema · average + (1 - ema) ·
     weights after each step, in fp32 and sharded as the optimizer's state. It is in the checkpoints:

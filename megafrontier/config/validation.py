@@ -56,6 +56,8 @@ def check(config: Config) -> None:
     _check_data(config)
     _check_steps(config)
     _check_optimizer(config.optimizer)
+    if config.optimizer.qk_clip:
+        _check_qk_clip(config)
     _check_wires(config.partition.wires, "partition.wires")
     _check_experts_partition(config)
     if config.partition.offload.optimizer != "none":
@@ -274,6 +276,19 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
         is_in_proportion = group.lr is None or optimizer.lr > 0
         fits = "need more than 0, because learning rates of groups are in proportion to it"
         need(is_in_proportion, "optimizer.lr", optimizer.lr, fits)
+
+
+def _check_qk_clip(config: Config) -> None:
+    """Refuse models whose logits do not grow with the weights, and those whose attention does not
+    return log-sums."""
+    model, where = config.model, "with optimizer.qk_clip"
+    attention, norm = model.attention, model.qk_norm
+    need(norm == "none", "model.qk_norm", norm, f"need none {where}")
+    need(not attention.softcap, "model.attention.softcap", attention.softcap, f"need null {where}")
+    need(not attention.sinks, "model.attention.sinks", "true", f"need false {where}")
+    need(model.dropout == 0, "model.dropout", model.dropout, f"need 0 {where}")
+    graphs = config.train.cuda_graphs
+    need(not graphs, "train.cuda_graphs", "true", f"need false {where}")
 
 
 def _check_experts_partition(config: Config) -> None:

@@ -397,21 +397,18 @@ class GPT(nn.Module):
         """Of `own_part`.
 
         A token without a next one gets any token as its next one, which depends on the micro-batch.
-        It has no target, no other token attends to it, and the router does not count it: so it
-        changes neither losses nor gradients.
+        It has no target, no other token attends to it, and neither the router nor the largest
+        log-sums of attention count it: so it changes neither losses nor gradients.
         """
         assert targets is not None
         followed = followed_tokens(tokens, documents, padding)
         later = later_targets(targets, followed)
-        counted = followed if self.config.moe is not None else None
         if self.part is None:
-            return _NextTokens(True, later, counted)
+            return _NextTokens(True, later, followed)
         # The next token of this process's may be another's.
         following = tokens.flatten().roll(-1).view_as(tokens)
-        following, later = (self.own_part(values, documents) for values in (following, later))
-        if counted is not None:
-            counted = self.own_part(counted, documents)
-        return _NextTokens(following, later, counted)
+        given = following, later, followed
+        return _NextTokens(*(self.own_part(values, documents) for values in given))
 
     def _own_inputs(
         self, tokens: Tensor, targets: Tensor | None, documents: Tensor | None, past: int

@@ -41,7 +41,8 @@ class AttentionContext(NamedTuple):
     shape: tuple[int, int]
     """(b, s) of the tokens."""
     counted: Tensor | None = None
-    """Boolean [b, s]: the tokens that routers count, in their losses and statistics. None: all.
+    """Boolean [b, s]: the tokens that routers count, in their losses and statistics, and attention
+    in its largest log-sums. None: all.
     With tensor parallelism it has the tokens of all tensor ranks."""
 
 

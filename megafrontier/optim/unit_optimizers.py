@@ -17,8 +17,10 @@ UnitStates = dict[str, list[torch.Tensor | None]]
 
 Elementwise = Callable[[type[UnitOptimizer], Sequence[torch.Tensor]], UnitOptimizer]
 """Makes what stands in for an optimizer of these masters."""
-Flags = Callable[[], Iterable[torch.Tensor]]
-"""The divisor [] and the flag `skip` [] of a step, where the masters are."""
+StepValues = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""The divisor [] and the flag `skip` [] of a step, and the values for `Correct`."""
+Correct = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""Changes a unit's master in place after its update: (number of the unit, master, values)."""
 Observe = Callable[[Sequence[int], Sequence[torch.Tensor]], None]
 """Is given the numbers of some units, and for each what its master has lost by an update."""
 
@@ -51,6 +53,10 @@ class UnitOptimizers:
             memory = unit.master.device if unit.host is None else unit.host.memory
             self._stream = make_stream("update", memory, is_urgent=False)
         self._kept: tuple[torch.Tensor, ...] = ()
+        self.correct: Correct | None = None
+        """Called after each update of a unit, where and when it happens."""
+        self.corrections = torch.ones(0)
+        """What `correct` gets in the next `step`, fp64. In a step that is skipped it gets ones."""
         self.observe: Observe | None = None
         """Called with the updates of the next `step`, where and when they happen. It costs a copy
         of the masters of the units that are updated at the same time."""
@@ -87,23 +93,28 @@ class UnitOptimizers:
             for average, master in zip(self._average, self._masters, strict=False):
                 average.copy_(master)
             self._is_averaging = True
+        values = divisor, skip, torch.where(skip > 0, 1.0, self.corrections)
         for optimizer, indices in self._parts:
             optimizer.decay_factor = decay_factor
             if indices[0] not in self._late:
-                step = partial(optimizer.step, [gradients[i] for i in indices], lr, divisor, skip)
-                self._update(step, indices, skip, self.observe)
+                step = partial(optimizer.step, [gradients[i] for i in indices], lr)
+                self._update(step, indices, values, self.observe)
         if self._stream is not None:
-            self._start_updates(self._stream, gradients, lr, divisor, skip)
+            self._start_updates(self._stream, gradients, lr, values)
 
     def _update(
         self,
-        step: Callable[[], None],
+        step: Callable[[torch.Tensor, torch.Tensor], None],
         indices: Sequence[int],
-        skip: torch.Tensor,
+        values: StepValues,
         observe: Observe | None,
     ) -> None:
         before = [self._masters[i].clone() for i in indices] if observe else []
-        step()
+        divisor, skip, corrections = values
+        step(divisor, skip)
+        if self.correct is not None:
+            for i in indices:
+                self.correct(i, self._masters[i], corrections)
         if observe:
             after = [self._masters[i] for i in indices]
             observe(indices, [old.sub_(new) for old, new in zip(before, after, strict=True)])
@@ -120,16 +131,17 @@ class UnitOptimizers:
         stream: Stream,
         gradients: FlatShards,
         lr: float,
-        divisor: torch.Tensor,
-        skip: torch.Tensor,
+        values: StepValues,
     ) -> None:
         """Hand the updates of the late units to the stream, first unit first."""
         # Until the next step, because the stream reads them while this one goes on.
-        self._kept = divisor, skip
-        read: Flags = lambda: (divisor, skip)  # noqa: E731
+        self._kept = values
+        read: Callable[[], StepValues] = lambda: values  # noqa: E731
         if any(unit.host for unit in self._late.values()):
             # On the host they arrive after the gradients.
-            read = AsyncHostCopy({"divisor": divisor.double(), "skip": skip.double()}).wait
+            names = ("divisor", "skip", "corrections")
+            copied = {name: value.double() for name, value in zip(names, values, strict=True)}
+            read = partial(_on_host, AsyncHostCopy(copied), values[2].shape)
         for optimizer, (i, *_) in self._parts:
             if (unit := self._late.get(i)) is not None:
                 step = partial(optimizer.step, [gradients[i]], lr)
@@ -137,10 +149,13 @@ class UnitOptimizers:
                 unit.updating = stream.run(task, DONE)
 
     def _update_late(
-        self, step: Callable[..., None], index: int, read: Flags, observe: Observe | None
+        self,
+        step: Callable[..., None],
+        index: int,
+        read: Callable[[], StepValues],
+        observe: Observe | None,
     ) -> None:
-        divisor, skip = read()
-        self._update(partial(step, divisor, skip), [index], skip, observe)
+        self._update(step, [index], read(), observe)
         if (host := self._late[index].host) is not None:
             host.round()
 
@@ -163,6 +178,11 @@ class UnitOptimizers:
         self._is_averaging = has_average
         for optimizer, _ in self._parts:
             optimizer.restore(steps)
+
+
+def _on_host(copy: AsyncHostCopy, shape: torch.Size) -> StepValues:
+    divisor, skip, *_ = flat = copy.wait()
+    return divisor, skip, flat[2:].view(shape)
 
 
 def _divided(units: Sequence[Unit]) -> list[tuple[str, list[int]]]:

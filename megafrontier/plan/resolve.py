@@ -9,7 +9,7 @@ from megafrontier.comm.wires.wire import UNCHANGED, WorkWires
 from megafrontier.common.errors import need
 from megafrontier.config import Config, ExpertsPartitionConfig, MachineConfig, load_machine
 from megafrontier.data.sampling.batches import BatchSizes
-from megafrontier.model.attention.kinds import need_feature
+from megafrontier.model.attention.kinds import blocks_with_logits, need_feature
 from megafrontier.model.flops import parameter_specs
 from megafrontier.model.kernels.float8 import MULTIPLE
 from megafrontier.model.moe.experts import EXPERT_AXES
@@ -193,6 +193,8 @@ def _check_splits(config: Config, splits: Splits) -> None:
     fits = "need auto, or parallel.expert above 1"
     is_chosen = parallel.dispatch == "auto" or splits.expert > 1
     need(is_chosen, "parallel.dispatch", parallel.dispatch, fits)
+    clip, fits = config.optimizer.qk_clip, "need 0, or a block with full attention"
+    need(not clip or bool(blocks_with_logits(config.model)), "optimizer.qk_clip", f"{clip:g}", fits)
     if config.data.document_mask:
         need_feature(config.model, "documents", "data.document_mask", True, "need false")
     tokens = config.train.micro_batch * config.model.sequence_length // context

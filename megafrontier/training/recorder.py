@@ -24,6 +24,7 @@ STEP_FIELDS = frozenset(
         "dropped_tokens", "context_imbalance", "z_loss", "prediction_loss", "tasks", "clipped",
         "corpus_tokens", "corpus_loss", "grad_norm_kinds", "grad_norm_blocks",
         "update_norm_kinds", "update_norm_blocks", "attention_logit_bound",
+        "attention_log_sum", "clipped_heads",
         "at", "between_seconds", "goodput",
     }
 )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 
 from megafrontier.common.async_copy import to_device
 from megafrontier.config import ModelConfig
-from megafrontier.model.attention.kinds import kind_of
+from megafrontier.model.attention.kinds import blocks_with_logits
 from megafrontier.model.flops import parameter_specs
 from megafrontier.model.gpt import GPT
 from megafrontier.optim.gradients import SquareSums
@@ -56,11 +56,10 @@ class TensorNorms(StepMeter):
 
         self._sums = SquareSums(units, cell, len(kinds) * len(blocks))
         self._scale = 1 / sqrt(config.head_dim)
-        attending = [i for i in range(config.trained_layers) if kind_of(config, i).has_logits]
-        logits = ["prediction" if i == config.layers else f"blocks.{i}" for i in attending]
+        attending = blocks_with_logits(config)
         self._blocks = dict(model.numbered_blocks())
-        self._attending = attending
-        self.labels = {LOGITS: logits}
+        self._attending = [*attending]
+        self.labels = {LOGITS: [*attending.values()]}
         for names in (OF_GRADIENTS, OF_UPDATES):
             self.labels |= dict(zip(names, (kinds, blocks), strict=True))
         self._is_due = self._knows_update = False

@@ -28,6 +28,7 @@ from megafrontier.plan.resolve import RunPlan, optimizer_groups
 from megafrontier.splits.apply import tensor_collectives
 from megafrontier.training.logging.run_log import RunLogger
 from megafrontier.training.meters import CorpusMeter, PredictionMeter, StepMeter, ZLossMeter
+from megafrontier.training.qk_clip import QKClip
 from megafrontier.training.recorder import MetricRecorder
 from megafrontier.training.tensor_norms import TensorNorms
 
@@ -185,6 +186,8 @@ def _meters(
     labels = corpus_labels(config.data.train)
     if len({*labels}) > 1:
         yield CorpusMeter(model, mesh, labels)
+    if config.optimizer.qk_clip:
+        yield QKClip(config, model, engine.trained_units, mesh, optimizer)
     if every := config.log.tensor_norms:
         yield TensorNorms(every, config.model, model, engine.trained_units, optimizer)
 

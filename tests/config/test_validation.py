@@ -52,6 +52,15 @@ REFUSED = [
         [*GRAPHS, "train.activation_checkpointing=block"],
         "train.activation_checkpointing: block, need none or selective with train.cuda_graphs",
     ),
+    (["optimizer.qk_clip=-1"], "optimizer.qk_clip: -1.0, need at least 0"),
+    (
+        ["optimizer.qk_clip=9", "model.qk_norm=head"],
+        "model.qk_norm: head, need none with optimizer",
+    ),
+    (
+        ["optimizer.qk_clip=9", "model.attention.softcap=50"],
+        "model.attention.softcap: 50.0, need null with optimizer.qk_clip",
+    ),
     (["model.layers=0"], "model.layers: 0, need at least 1"),
     (["model.layers=2147483648"], "model.layers: 2147483648, need less than 2147483648"),
     (["train.loss_scale=1e39"], "train.loss_scale: 1e+39, need at most 4294967296"),

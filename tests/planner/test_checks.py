@@ -28,6 +28,8 @@ BAD_LAYOUTS = [
     ((LSP,), "optimizer.groups[0].name: lsp, need 1 rank, not 8, or another optimizer"),
     (("optimizer.groups=[{match: nothing, name: sgd}]",), "optimizer.groups[0].match: nothing, "),
     (("optimizer.groups=[{match: norm, name: muon}]",), "optimizer.groups[0]: muon, but "),
+    (("optimizer.qk_clip=9", "model.attention={pattern: [delta], delta: {}}"),
+     "optimizer.qk_clip: 9, need 0, or a block with full attention"),
     (("train.global_batch=12",), "train.global_batch: 12, need a multiple of 16"),
     (("train.global_batch=1000000000",), "train.global_batch: 1000000000, need at most 1048576"),
     (("parallel.tensor=3",), "parallel.tensor: 3, does not fill the levels "),

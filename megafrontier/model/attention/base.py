@@ -32,7 +32,7 @@ class Attention(nn.Module):
     (`parallel.context`, `split_sequences`). cache: generation (`make_cache`). dropout: of attention
     weights (`model.dropout`)."""
     has_logits: ClassVar[bool] = False
-    """Whether it has logits, and so `largest_norms`."""
+    """Whether it has logits, and so `largest_norms` and `shrunk_rows`."""
 
     def forward(
         self, hidden: Tensor, context: AttentionContext, cache: LayerCache | None = None
@@ -49,6 +49,12 @@ class Attention(nn.Module):
     def largest_norms(self, hidden: Tensor, context: AttentionContext) -> Tensor:
         """The largest norm of a query, as it is multiplied with keys, and of a key: fp32 [2].
         Arguments as of `forward`."""
+        raise NotImplementedError
+
+    @classmethod
+    def shrunk_rows(cls, config: ModelConfig, shrink: Tensor) -> dict[str, Tensor]:
+        """`shrink` [heads] → by name of a parameter, what to multiply its first rows by [rows], so
+        that the logits of each head are multiplied by its value."""
         raise NotImplementedError
 
     @classmethod

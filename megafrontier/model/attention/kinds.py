@@ -28,6 +28,12 @@ def kinds_of(config: ModelConfig) -> dict[str, type[Attention]]:
     return {name: KINDS[name] for name in names}
 
 
+def blocks_with_logits(config: ModelConfig) -> dict[int, str]:
+    """The numbers and names of the blocks whose attention has logits."""
+    numbers = (i for i in range(config.trained_layers) if kind_of(config, i).has_logits)
+    return {i: "prediction" if i == config.layers else f"blocks.{i}" for i in numbers}
+
+
 def need_feature(config: ModelConfig, feature: Feature, key: str, value: object, fits: str) -> None:
     """Raises UserError with a key, its value and what fits, for a model of which some block's
     attention does not support a feature."""

@@ -45,6 +45,21 @@ class LatentAttention(DividedModule, SoftmaxAttention):
         rows = latent.nope_size + latent.value_size
         self.key_value_up = linear(latent.key_value, self.heads * rows, head_rows=rows, cut="heads")
 
+    @classmethod
+    def shrunk_rows(cls, config: ModelConfig, shrink: Tensor) -> dict[str, Tensor]:
+        """All heads share the rotary part of keys, so that part of a query shrinks alone."""
+        latent = config.attention.latent
+        assert latent is not None
+        root = shrink.sqrt()[:, None]
+        parts = [(shrink[:, None], latent.rope_size), (root, latent.nope_size)]
+        kept = torch.ones_like(root).expand(-1, latent.value_size)
+        return {
+            "query_up.weight": torch.cat([part.expand(-1, n) for part, n in parts], 1).flatten(),
+            "key_value_up.weight": torch.cat(
+                [root.expand(-1, latent.nope_size), kept], 1
+            ).flatten(),
+        }
+
     def _project(self, hidden: Tensor, context: AttentionContext) -> tuple[Heads, Tensor | None]:
         latent, rotary = self.latent, context.rotary
         down, shared = self.key_value_down(hidden).split([latent.key_value, latent.rope_size], -1)

@@ -25,9 +25,16 @@ from megafrontier.model.kernels.backends import (
 from megafrontier.model.kernels.blockwise import Rule, add_sinks_, attend
 from megafrontier.model.kernels.chunks import chunk_attention
 from megafrontier.model.kernels.exchanges import Exchange
-from megafrontier.model.kernels.flash import Heads, Scope, kernel_of, returns_traced_shape
+from megafrontier.model.kernels.flash import (
+    Heads,
+    Keep,
+    Scope,
+    keep_largest_,
+    kernel_of,
+    returns_traced_shape,
+)
 from megafrontier.model.kernels.varlen import document_attention
-from megafrontier.model.positions import AttentionContext
+from megafrontier.model.positions import AttentionContext, row_documents
 from megafrontier.model.scaling import multipliers, scaled
 from megafrontier.parallel.param_spec import ParamSpec, set_spec
 
@@ -64,6 +71,9 @@ class SoftmaxAttention(HeadAttention):
         self.softcap = config.attention.softcap or 0.0
         self.over_chunks: Callable[..., Tensor] | None = None
         """`chunk_attention`, up to the exchange, if this module gets parts of documents."""
+        self.largest: Tensor | None = None
+        """The largest log-sum of each head's logits in training, fp32 [heads], since it was set. If
+        it is set, attention has a kernel with log-sums."""
         self.sinks: nn.Parameter | None = None
         if config.attention.sinks:
             self.sinks = nn.Parameter(torch.empty(self.heads))
@@ -78,12 +88,17 @@ class SoftmaxAttention(HeadAttention):
         (query, key, value), documents = heads, context.documents
         query = scaled(query, self.multiplier)
         dropout = self.dropout if self.training else 0.0
+        keep: Keep | None = None
+        if self.largest is not None and self.training:
+            keep = partial(keep_largest_, self.largest, context.counted)
         if self.over_chunks is not None:
             assert documents is not None
-            return self.over_chunks(query, key, value, documents, dropout, self.sinks)
+            return self.over_chunks(query, key, value, documents, dropout, self.sinks, keep)
+        if keep is not None and documents is None:
+            documents = row_documents(*context.shape, query.device)
         if documents is not None and context.mask is None:
             query, key, value = (part.flatten(0, 1) for part in (query, key, value))
-            rule = self.sinks, self.window, self.softcap
+            rule = self.sinks, self.window, self.softcap, keep
             return document_attention(query, key, value, documents, context.shape[1], *rule)
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         if isinstance(cache, KeyValueCache):
@@ -131,6 +146,16 @@ class SoftmaxAttention(HeadAttention):
             window=self.window,
             softcap=self.softcap,
         )
+
+    @classmethod
+    def shrunk_rows(cls, config: ModelConfig, shrink: Tensor) -> dict[str, Tensor]:
+        """A key that heads of queries share shrinks for the one that needs it most. The queries of
+        the others grow by as much, so that their logits stay."""
+        groups = shrink.view(config.num_kv_heads, -1)
+        keys = groups.amin(1).sqrt()
+        heads = torch.cat([(groups / keys[:, None]).flatten(), keys])
+        rows = heads.repeat_interleave(config.head_dim)
+        return {"qkv.weight": rows, "qkv.bias": rows}
 
     @classmethod
     def make_cache(

@@ -20,6 +20,7 @@ from megafrontier.model.kernels.blockwise import add_sinks_, sinks_backward
 from megafrontier.model.kernels.exchanges import EXCHANGES, AttentionPart, Exchange
 from megafrontier.model.kernels.flash import (
     Inputs,
+    Keep,
     Scope,
     has_log_sums,
     kernel_of,
@@ -39,6 +40,7 @@ def chunk_attention(
     documents: Tensor,
     dropout: float,
     sinks: Tensor | None = None,
+    keep: Keep | None = None,
     *,
     exchange: int,
     size: int = 1,
@@ -55,18 +57,22 @@ def chunk_attention(
     keeps_keys: let backward have the keys and values that forward got, for blocks that are
         recomputed directly before it.
     sinks: [heads], which take part in the softmax.
-    window, softcap: as for `blockwise.Rule`. With one of them or sinks, dropout is 0.
+    keep: is called with the log-sums.
+    window, softcap: as for `blockwise.Rule`. With one of them, sinks or `keep`, dropout is 0.
     """
     query, key, value = (heads[0] for heads in (query, key, value))
     is_compiling = torch.compiler.is_compiling()
-    has_rule = window > 0 or softcap > 0 or sinks is not None
+    has_rule = window > 0 or softcap > 0 or sinks is not None or keep is not None
     # A block is compiled only where there is a kernel (`uncompilable_attention`).
     if (is_compiling and dropout == 0) or has_log_sums(kernel_sizes(query, key), has_rule, dropout):
         # The compiler needs to know how many tokens are kept: at most those of the whole batch.
         kept = 0 if not keeps_keys else 1 if not is_compiling else size
-        attended: Tensor = _attend(
+        attended: Tensor
+        attended, sums, _ = _attend(
             query, key, value, documents, exchange, kept, sinks, window, softcap
-        )[0]
+        )
+        if keep is not None:
+            keep(sums)
         return attended[None]
     found: Tensor = checkpoint(
         _attend_masked,

@@ -9,6 +9,7 @@
 With log-sums, attention to several parts of the keys can be merged, and sinks can be added.
 """
 
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -32,6 +33,10 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """The gradient of the result, query, key, value and result."""
 
 
+Keep = Callable[[Tensor], object]
+"""Is given the log-sums [heads, t] of attention."""
+
+
 class Scope(NamedTuple):
     """Which keys queries attend to, and how.
 
@@ -50,6 +55,15 @@ class Scope(NamedTuple):
     window: int = 0
     softcap: float = 0.0
     """As for `blockwise.Rule`."""
+
+
+def keep_largest_(largest: Tensor, counted: Tensor | None, sums: Tensor) -> None:
+    """Raise the values of `largest` fp32 [heads] to the largest log-sums in `sums` [heads, t], in
+    place. `counted`: bool, of t tokens; None: all."""
+    sums = sums.detach()
+    if counted is not None:
+        sums = sums.masked_fill(~counted.flatten(), -torch.inf)
+    largest.copy_(torch.maximum(largest, sums.amax(-1)))
 
 
 @cache

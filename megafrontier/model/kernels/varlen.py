@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megafrontier.model.kernels.blockwise import add_sinks_, sinks_backward
-from megafrontier.model.kernels.flash import Scope, kernel_of, kernel_sizes
+from megafrontier.model.kernels.flash import Keep, Scope, kernel_of, kernel_sizes
 
 
 def document_attention(
@@ -23,16 +23,19 @@ def document_attention(
     sinks: Tensor | None = None,
     window: int = 0,
     softcap: float = 0.0,
+    keep: Keep | None = None,
 ) -> Tensor:
     """Causal attention within documents: [t, heads, d] → [t, heads, d].
 
     key, value [t, kv_heads, d] with kv_heads a divisor of heads. `documents` int32 [n + 1]: the
     start of each document in the t tokens, then t. `longest`: an upper bound of their lengths.
-    `sinks` [heads] take part in the softmax. `window`, `softcap`: as for `Rule`.
+    `sinks` [heads] take part in the softmax. `window`, `softcap`: as for `Rule`. `keep`: is
+    called with the log-sums.
     """
-    attended: Tensor = attend_documents(
-        query, key, value, documents, longest, sinks, window, softcap
-    )[0]
+    attended: Tensor
+    attended, sums = attend_documents(query, key, value, documents, longest, sinks, window, softcap)
+    if keep is not None:
+        keep(sums)
     return attended
 
 

@@ -95,6 +95,24 @@ def test_each_kind_of_block_has_a_graph(compiler, make_model, tokens, shape):
     assert not counters["graph_break"]
 
 
+@BY_MODE
+def test_compiled_and_recomputed_blocks_keep_the_largest_log_sums(
+    mode, compiler, make_model, tokens
+):
+    config, kept = small_config(**{**LLAMA, "layers": 3}), []
+    for options in ({}, {"checkpointing": mode, "compile_blocks": True}):
+        model = make_model(config, **options).train()
+        largest = torch.zeros(config.layers, config.heads)
+        for block, row in zip(model.blocks, largest, strict=True):
+            block.attention.largest = row
+        gradients(model, tokens, tokens)
+        kept.append(largest)
+    assert_near(*kept)
+    assert kept[0].min() > 0
+    assert compiler.frame_count == 1 + LOSSES
+    assert not counters["graph_break"]
+
+
 def test_training_and_evaluation_are_one_graph_each(compiler, make_config, make_model, tokens):
     model = make_model(make_config(**LLAMA), compile_blocks=True)
     for _ in range(3):
