@@ -26,10 +26,10 @@ class WiresConfig:
     fp16 with train.precision fp16. Sums are fp32."""
     activations: dict[str, str] | Literal["auto"] = field(default_factory=dict)
     """Format of activations and of their gradients on the wire of each level that tensor or context
-    parallelism or a pipeline crosses, `{LEVEL: FORMAT}`: bf16, int8 (one scale for 256 elements),
-    or int4 (rotated, one scale for 128) if only a pipeline crosses the level. Sums are fp32, and
-    what the loss exchanges keeps its type. Default: `train.precision`. auto: int8 on the slowest
-    level between the stages of a pipeline, by the machine file's `gigabytes_per_second`."""
+    parallelism or a pipeline crosses, `{LEVEL: FORMAT}`: bf16 or int8 (one scale for 256 elements).
+    Sums are fp32, and what the loss exchanges keeps its type. Default: `train.precision`. auto:
+    int8 on the slowest level between the stages of a pipeline, by the machine file's
+    `gigabytes_per_second`."""
     tokens: dict[str, str] = field(default_factory=dict)
     """Format of tokens on their way to experts and back, and of their gradients, on the wire of
     each level that expert parallelism crosses, `{LEVEL: FORMAT}`: bf16 or int8 (one scale for 256

@@ -337,7 +337,7 @@ def _check_wires(wires: WiresConfig, prefix: str) -> None:
     for move, formats, allowed in (
         ("gather", wires.gather, known),
         ("reduce", wires.reduce, [wire for wire in known if not wire.startswith("delta")]),
-        ("activations", activations, (*of_work, "int4")),
+        ("activations", activations, of_work),
         ("tokens", wires.tokens, of_work),
     ):
         for level, wire in formats.items():

@@ -77,12 +77,10 @@ def work_wires(moved: str, chosen: Mapping[str, str], levels: Levels, precision:
                 f"{key}: fp16, but train.precision is {precision}, whose range fp16 lacks; need "
                 "bf16 or int8"
             )
-    formats = [chosen.get(name, precision) for name in levels.names]
-    # Outliers of hidden states would leave the other elements too few of 4 bits.
     return WorkWires(
         tuple(
-            make_wire(wire, rotates=wire == "int4").codec if wire != precision else None
-            for wire in formats
+            make_wire(chosen[name]).codec if chosen.get(name, precision) != precision else None
+            for name in levels.names
         )
     )
 

@@ -1,6 +1,6 @@
 """What a configuration means on a given number of ranks: levels, placement, wires and splits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
@@ -99,7 +99,6 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
     chosen = moved.activations
     if isinstance(chosen, str):
         chosen = auto_activations(_border_rates(machine, shape))
-    _check_borders(chosen, shape)
     activations = work_wires("activations", chosen, crossed, precision)
     tokens = work_wires("tokens", moved.tokens, shape.over(("expert",)), precision)
     levels = shape.over(DATA_PARALLEL)
@@ -136,16 +135,6 @@ def _check_copy(plan: RunPlan, precision: str) -> None:
     here = [state.placement.on(plan.shape.over(axes)) for state, axes in states]
     reason = reason_for_copy(here, precision, plan.have_deltas)
     need(reason is None, "partition.weights_copy", "false", reason or "")
-
-
-def _check_borders(chosen: Mapping[str, str], shape: MeshShape) -> None:
-    """Raise UserError for int4 on a level that tensor or context parallelism crosses: the loss with
-    it was measured on the borders of pipelines alone."""
-    levels = shape.over(("tensor", "context"))
-    fits = "need bf16 or int8, because parallel.tensor or context crosses the level"
-    for name, size in zip(levels.names, levels.sizes, strict=True):
-        is_possible = size == 1 or chosen.get(name) != "int4"
-        need(is_possible, f"partition.wires.activations.{name}", "int4", fits)
 
 
 def _border_rates(machine: MachineConfig, shape: MeshShape) -> dict[str, float | None]:

@@ -210,8 +210,8 @@ REFUSED = [
     ),
     (["train.steps=5", "train.stop_at=6"], "train.stop_at: 6, need 1 to train.steps (5)"),
     (
-        ["partition.wires.activations.pair=delta8"],
-        "partition.wires.activations.pair: delta8, need one of fp32, bf16, fp16, int8, int4",
+        ["partition.wires.activations.pair=int4"],
+        "partition.wires.activations.pair: int4, need one of fp32, bf16, fp16, int8",
     ),
     (
         ["partition.wires.tokens.pair=int4"],

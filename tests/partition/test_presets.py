@@ -6,7 +6,7 @@ from megafrontier.common.errors import UserError
 from megafrontier.config import PartitionConfig, WiresConfig
 from megafrontier.parallel.hierarchy import Levels
 from megafrontier.partition import Placement
-from megafrontier.partition.presets import auto_activations, has_error_feedback, work_wires
+from megafrontier.partition.presets import auto_activations, has_error_feedback
 from tests.partition.tiny import LEVELS, preset
 from tests.ranks import make_levels
 
@@ -66,13 +66,6 @@ def test_rotation_and_error_feedback_are_as_chosen_or_those_of_low(
 )
 def test_auto_gives_the_slowest_border_the_fewest_bits(borders, formats):
     assert auto_activations(borders) == formats
-
-
-def test_four_bits_of_a_border_are_rotated_and_half_the_bytes_of_int8():
-    levels = Levels(("node", "world"), (2, 2))
-    int8, int4 = work_wires("activations", {"node": "int8", "world": "int4"}, levels, "bf16").codecs
-    assert (int8.rotates, int4.rotates) == (False, True)
-    assert int8.message_bytes(4096) > 1.95 * int4.message_bytes(4096)
 
 
 def test_on_one_node_low_keeps_errors_only_on_request():

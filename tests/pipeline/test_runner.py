@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from megafrontier.comm.wires.wire import WorkWires, make_wire
 from megafrontier.data.sampling.samples import Batch
 from megafrontier.parallel.mesh import Splits
 from megafrontier.partition import Placement
-from megafrontier.partition.presets import work_wires
 from megafrontier.pipeline.table import Action, ActionKind
 from megafrontier.pipeline.work import Work
 from scripts.benchmarks.shared.step_bytes import Pass, step_bytes
@@ -189,18 +189,14 @@ def test_weights_cross_the_levels_beyond_theirs_once_a_step(strategy, parallel):
         assert few == many
 
 
-@pytest.mark.parametrize(
-    ("wire", "loss_bound", "bound"),
-    [("bf16", 3e-3, 0.05), ("int8", 3e-3, 0.05), ("int4", 0.02, 0.25)],
-)
-def test_hidden_states_and_their_gradients_cross_a_border_in_few_bits(wire, loss_bound, bound):
-    """The ledger counts them as activations. The loss and the gradients stay within a bound."""
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_hidden_states_and_their_gradients_cross_a_border_in_few_bits(wire):
+    """The ledger counts them as activations. The loss stays within 0.3 %, gradients within 5 %."""
     case = Case(LLAMA | FOUR, accumulation=4, steps=1)
     tokens, targets = batch(case, 0)
 
     def body(mesh):
-        levels = mesh.shape.over(("pipeline",))
-        wires = work_wires("activations", {levels.names[0]: wire}, levels, "fp32")
+        wires = WorkWires((make_wire(wire).codec,))
         model, engine, _ = split_model(case, "ddp", mesh)
         pipeline = connected(case, mesh, model, engine, wires)
         engine.ledger.take_kinds(wait=True)
@@ -214,10 +210,10 @@ def test_hidden_states_and_their_gradients_cross_a_border_in_few_bits(wire, loss
 
     ((loss, norm, gradients),) = train_alone(case)
     for ((found, found_norm, parts),) in run_mesh((2,), body, splits=Splits(pipeline=2)):
-        assert found == pytest.approx(loss, rel=loss_bound)
-        assert found_norm == pytest.approx(norm, rel=bound)
+        assert found == pytest.approx(loss, rel=3e-3)
+        assert found_norm == pytest.approx(norm, rel=0.05)
         errors = [(values - gradients[name][at : at + len(values)]) for name, at, values in parts]
-        assert torch.cat(errors).norm() < bound * norm
+        assert torch.cat(errors).norm() < 0.05 * norm
 
 
 @pytest.mark.exhaustive

@@ -102,8 +102,6 @@ BAD = [
      "partition.wires.activations: auto, need parallel.pipeline"),
     (("parallel.pipeline=2", "partition.wires.activations=auto"), "partition.wires.activations: "
      "auto, need machine.levels.node.gigabytes_per_second; `megafrontier probe --write FILE`"),
-    (("parallel.tensor=2", "partition.wires.activations.pair=int4"), "partition.wires.activations."
-     "pair: int4, need bf16 or int8, because parallel.tensor or context crosses the level"),
     (("partition.wires.activations=int8",), "partition.wires.activations: int8, need keys and "
      "values, as in {KEY: VALUE} or one of auto"),
     (("partition.wires.reduce={node: fp9}",), "partition.wires.reduce.node: fp9, need one of"),

@@ -3,12 +3,11 @@
     python -m scripts.benchmarks.wire_quality CONFIG [--nproc 8] [--out DIR] [key=value …]
 
 Trains CONFIG (same seed, same batches) once for each variant into DIR/VARIANT, writes the table of
-losses to DIR/quality.md and quality.json, and draws what each loss differs by from that of the
-first variant to DIR/differences.png, and all curves into DIR with `megafrontier report`. A variant
-whose run is complete is not run again, one that was stopped goes on; so a long comparison may be
-made in several sittings. `exact-reordered` and `tensor` compute what `exact` does with their sums
-in another order: what these differ by is chance. `tensor-int8` sends the activations of `tensor` in
-int8.
+losses to DIR/quality.md and quality.json, and draws what each loss differs by from the exact one to
+DIR/differences.png, and all curves into DIR with `megafrontier report`. A variant whose run is
+complete is not run again, one that was stopped goes on; so a long comparison may be made in several
+sittings. `exact-reordered` and `tensor` compute what `exact` does with their sums in another order:
+what these differ by is chance. `tensor-int8` sends the activations of `tensor` in int8.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from megafrontier.config import load_config
 from megafrontier.launch.main import train
 from megafrontier.report.draw import write_report
 from megafrontier.report.read import read_runs
-from scripts.benchmarks.wire_quality.report import draw, figures, table
+from scripts.benchmarks.wire_quality.report import BASE, draw, figures, table
 
 TOPO, HPZ, DDP = (f"partition.strategy={name}" for name in ("topo", "hpz", "ddp"))
 TENSOR, PIPELINE = "parallel.tensor=pair", "parallel.pipeline=node"
@@ -36,7 +35,6 @@ VARIANTS = {
     "tensor-int8": [TENSOR, TOPO, "partition.wires.activations.pair=int8"],
     "pipeline": [PIPELINE, TOPO],
     "pipeline-int8": [PIPELINE, TOPO, "partition.wires.activations={node: int8, world: int8}"],
-    "pipeline-int4": [PIPELINE, TOPO, "partition.wires.activations={node: int4, world: int4}"],
 }
 
 
@@ -71,8 +69,9 @@ def run_variant(
 def compare(names: list[str], config: str, overrides: list[str], out: Path, nproc: int) -> None:
     """Run the variants; write the table, the figures and the pictures."""
     unknown = set(names) - set(VARIANTS)
-    if unknown:
-        raise UserError(f"--variants: {','.join(names)}, need some of {', '.join(VARIANTS)}")
+    if unknown or BASE not in names:
+        said = ",".join(names)
+        raise UserError(f"--variants: {said}, need {BASE}, and others of {', '.join(VARIANTS)}")
     directories = [
         run_variant(name, config, [*overrides, *VARIANTS[name]], out, nproc) for name in names
     ]

@@ -9,8 +9,9 @@ from megafrontier.report.draw import pyplot, run_look
 from megafrontier.report.read import Run
 from scripts.benchmarks.shared.tables import markdown
 
+BASE = "exact"
 TARGET = 0.003
-"""How far from that of the first variant a final loss may end, as a part of it."""
+"""How far from the exact one a final loss may end, as a part of it."""
 STRETCHES = 20
 """Points of a training's curve: the mean of so many steps each that this many cover all of it."""
 RunsByVariant = Mapping[str, Run]
@@ -26,13 +27,13 @@ def figures(runs: RunsByVariant) -> Figures:
 
 
 def table(found: Figures) -> str:
-    """Markdown: a row for each variant, its losses beside their distances from the first one's.
+    """Markdown: a row for each variant, its losses beside their distances from the exact ones.
 
     A loss that was not finite is a dash.
     """
-    first, base = next(iter(found.items()))
+    base = found[BASE]
     steps = sorted({step for of in found.values() for step in of["validation"]})
-    head = ["wires", *(f"{step:,} steps" for step in steps), f"against {first}", "training", ""]
+    head = ["wires", *(f"{step:,} steps" for step in steps), "against exact", "training", ""]
     rows = []
     for name, of in found.items():
         losses = [of["validation"].get(step) for step in steps]
@@ -44,21 +45,22 @@ def table(found: Figures) -> str:
 
 
 def draw(runs: RunsByVariant, path: Path) -> None:
-    """How much higher than that of the first variant the loss of each other is: above in training,
-    on the same batches, below in validation."""
+    """How much higher than with exact wires the loss of each variant is: above in training, on the
+    same batches, below in validation."""
     plt = pyplot()
     figure, (training, validation) = plt.subplots(
         2, figsize=(9, 7), height_ratios=[3, 2], sharex=True, layout="constrained"
     )
-    (first, base), *others = runs.items()
-    for index, (name, run) in enumerate(others):
+    base = runs[BASE]
+    others = {name: run for name, run in runs.items() if name != BASE}
+    for index, (name, run) in enumerate(others.items()):
         look = run_look(index) | {"marker": "o", "ms": 3.5, "linewidth": 1.4}
         training.plot(*training_differences(run, base), **look, label=name)
         validation.plot(*validation_differences(run, base), **look | {"ms": 6})
     for axis, what in ((training, "training loss"), (validation, "validation loss")):
         axis.axhspan(-100 * TARGET, 100 * TARGET, color="#EEEEEE", zorder=0)
         axis.axhline(0, color="#888888", linewidth=1, zorder=1)
-        axis.set_ylabel(f"{what}, % above {first}")
+        axis.set_ylabel(f"{what}, % above exact")
     validation.set_xlabel("optimizer step")
     validation.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
     note = f"Grey: within {TARGET:.1%}. A point of training is the mean of {_stretch(base)} steps."
