@@ -55,7 +55,7 @@ class UnitOptimizers:
         self._kept: tuple[torch.Tensor, ...] = ()
         self.correct: Correct | None = None
         """Called after each update of a unit, where and when it happens."""
-        self.corrections = torch.ones(0)
+        self.corrections: torch.Tensor | None = None
         """What `correct` gets in the next `step`, fp64. In a step that is skipped it gets ones."""
         self.observe: Observe | None = None
         """Called with the updates of the next `step`, where and when they happen. It costs a copy
@@ -93,7 +93,10 @@ class UnitOptimizers:
             for average, master in zip(self._average, self._masters, strict=False):
                 average.copy_(master)
             self._is_averaging = True
-        values = divisor, skip, torch.where(skip > 0, 1.0, self.corrections)
+        corrections = skip.new_ones(0)
+        if self.corrections is not None:
+            corrections = torch.where(skip > 0, 1.0, self.corrections)
+        values = divisor, skip, corrections
         for optimizer, indices in self._parts:
             optimizer.decay_factor = decay_factor
             if indices[0] not in self._late:
