@@ -122,8 +122,8 @@ def shard(
     prefetch: blocks gathered ahead of the one that runs.
     weights_copy: with False, gathers read the masters, and there is no copy of the weights in
         `dtype`. It needs weights and optimizer sharded through the same levels.
-    offload: masters and states of the optimizer are in host memory, where it updates them. `Muon`
-        is refused.
+    offload: masters and states of the optimizer are in host memory, where it updates them. The
+        matrices of `Muon` cross to the device for its iterations.
     initial: (spec, start, stop) → elements [start, stop) of a parameter's initial value, 1-D fp32,
         for a model on the meta device. `spec` has its `name` and `shape`.
 

@@ -42,7 +42,6 @@ class Muon(Optimizer):
         Raises UserError for a parameter in Muon's groups that is no matrix, and as `Optimizer`.
         """
         found = sharded(model)
-        need(not found.is_offloaded, "offload", True, "need False with Muon")
         muon = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         groups = [
             {"optimizer": ShardedMuon.name}

@@ -59,9 +59,10 @@ class ExpertsPartitionConfig:
 @dataclass
 class OffloadConfig:
     optimizer: Literal["none", "cpu"] = "none"
-    """cpu: masters and the states of the optimizer are in host memory, where AdamW or SGD runs on
-    the rank's cores. A gradient shard crosses to the host while backward goes on; new weights, in
-    `train.precision`, cross to the device under the next forward. The numbers are the same."""
+    """cpu: masters and the states of the optimizer are in host memory, where AdamW, SGD or Muon
+    runs on the rank's cores; Muon's matrices cross to the device for its iterations. A gradient
+    shard crosses to the host while backward goes on; new weights, in `train.precision`, cross to
+    the device under the next forward. The numbers are the same."""
 
 
 @dataclass

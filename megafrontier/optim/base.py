@@ -75,9 +75,11 @@ class UnitOptimizer:
     state_names: ClassVar[tuple[str, ...]] = ()
     """Its states with one fp32 element for each element of a parameter, by torch's names."""
     may_update_late: ClassVar[bool] = True
-    """Whether units may be updated one by one under the next forward, on the device
-    (`partition.overlap_update`) or with masters and states on the host (`partition.offload`).
-    Otherwise its masters are on the device, and are updated at once."""
+    """Whether units may be updated one by one under the next forward, with
+    `partition.overlap_update` and `partition.offload`. Otherwise they are updated at once."""
+    may_be_on_host: ClassVar[bool] = True
+    """Whether masters and states may be in host memory (`partition.offload`). Otherwise they stay
+    on the device."""
     needs_whole_matrices: ClassVar[bool] = False
     """Whether the ranks bring the parts of a matrix together for an update. `plan` then runs its
     messages and products; of other optimizers it counts passes over memory."""
@@ -91,7 +93,7 @@ class UnitOptimizer:
         raise NotImplementedError
 
     @classmethod
-    def check_run(cls, key: str, ranks: int, is_offloaded: bool) -> None:
+    def check_run(cls, key: str, ranks: int) -> None:
         """Raises UserError, with the `key` of its name, for a run that it cannot be a part of."""
 
     @classmethod

@@ -24,13 +24,13 @@ EMA = "ema"
 """The state of an exponential moving average of the weights, which any optimizer may have."""
 
 
-def check_optimizers(config: OptimizerConfig, ranks: int, is_offloaded: bool) -> None:
-    """Raises UserError for an optimizer that cannot run on so many ranks, or beside offloading."""
+def check_optimizers(config: OptimizerConfig, ranks: int) -> None:
+    """Raises UserError for an optimizer that cannot run on so many ranks."""
     names: dict[str, str | None] = {"optimizer.name": config.name}
     names |= {f"optimizer.groups[{i}].name": group.name for i, group in enumerate(config.groups)}
     for key, name in names.items():
         if name is not None:
-            OPTIMIZERS[name].check_run(key, ranks, is_offloaded)
+            OPTIMIZERS[name].check_run(key, ranks)
 
 
 class OptimizerGroups:

@@ -132,12 +132,8 @@ def _runs(unit: Unit, entry: Entry, spec: ParamSpec) -> Iterable[tuple[Entry, Pa
 class MatrixOwners:
     """Applies a function to whole matrices of which each rank has parts of its shards."""
 
-    def __init__(
-        self, matrices: Sequence[Matrix], tensor: LevelCollectives | None, dtype: torch.dtype
-    ) -> None:
-        """`tensor`: collectives over the ranks of a tensor split. `dtype`: of what is sent and
-        computed."""
-        self._dtype = dtype
+    def __init__(self, matrices: Sequence[Matrix], tensor: LevelCollectives | None) -> None:
+        """`tensor`: collectives over the ranks of a tensor split."""
         self._rounds: list[_Round] = []
 
         routes: dict[tuple[int, int, bool], list[Matrix]] = {}
@@ -158,13 +154,14 @@ class MatrixOwners:
         function: Callable[[Matrix, torch.Tensor], torch.Tensor],
     ) -> None:
         """Replace each matrix in `shards`, this rank's of each unit, by `function` of it, which has
-        the same shape. All ranks call it. The host does not wait for the device."""
+        the same shape. All ranks call it. Shards may be in host memory; `function` is called on the
+        device. The host waits for the device only if they are."""
         sent: _Parts | None = None
         returned: _Parts | None = None
         for number in range(len(self._rounds) + 2):
             started = None
             if number < len(self._rounds):
-                started = self._rounds[number].send(shards, self._dtype)
+                started = self._rounds[number].send(shards)
             computed = None if sent is None else sent.of.compute(sent, function)
             if returned is not None:
                 returned.of.store(returned, shards)
@@ -318,11 +315,16 @@ class _Round:
         if tensor is not None and any(step.is_tensor for step in steps):
             rank, ranks = tensor.hierarchy.shard_index(len(tensor.hierarchy.levels.sizes))
         self._owned = [(matrices[m], matrices[m].regions(rank, ranks)) for m in order]
+        device = matrices[0].unit.hierarchy.device
+        # Compute in bf16 where that is fast; the owners of matrices are sent the same type.
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self._empty = torch.empty(0, dtype=dtype, device=device)
 
-    def send(self, shards: Sequence[torch.Tensor], dtype: torch.dtype) -> _Parts:
+    def send(self, shards: Sequence[torch.Tensor]) -> _Parts:
         """Begin to bring the parts to the owners."""
-        pieces = [shards[index][part].to(dtype) for index, part in self._shards]
-        parts = self._start(_cat(pieces, shards[0].new_empty(0, dtype=dtype)), "matrices")
+        like = self._empty
+        pieces = [shards[i][part].to(like.dtype).to(like.device) for i, part in self._shards]
+        parts = self._start(_cat(pieces, like), "matrices")
         for exchange in self._exchanges:
             exchange.forward(parts)
         return parts

@@ -55,9 +55,7 @@ class ShardedMuon(ShardedOptimizer, UnitOptimizer):
         """`groups`: those of matrices have the slices of `matrices`, and a `momentum`. `tensor`:
         collectives over the ranks of a tensor split, if it cuts a matrix."""
         super().__init__(masters, groups, MuonWithAdamW)
-        # Compute in bf16 where that is fast; the owners of matrices are sent the same type.
-        dtype = torch.float32 if masters[0].device.type == "cpu" else torch.bfloat16
-        self._owners = MatrixOwners(matrices, tensor, dtype)
+        self._owners = MatrixOwners(matrices, tensor)
         found = {(i, where.start): matrix for matrix in matrices for i, where in matrix.slices()}
         self._scales = {
             part: sqrt(max(1, matrix.rows / matrix.spec.shape[-1]))
@@ -78,12 +76,6 @@ class ShardedMuon(ShardedOptimizer, UnitOptimizer):
         muon = cls([unit.master for unit in units], params, matrices, tensor)
         muon.flatten(*cls.state_names)
         return muon
-
-    @classmethod
-    def check_run(cls, key: str, ranks: int, is_offloaded: bool) -> None:
-        """As `UnitOptimizer.check_run`."""
-        fits = "need an optimizer of single elements, such as adamw, with partition.offload"
-        need(not is_offloaded, key, cls.name, fits)
 
     @classmethod
     def check(cls, key: str, group: OptimizerGroup, spec: ParamSpec) -> None:

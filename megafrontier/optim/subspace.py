@@ -139,6 +139,7 @@ class ShardedSubspace(UnitOptimizer):
     name = "lsp"
     options = ("betas", "eps")
     may_update_late = False
+    may_be_on_host = False
 
     def __init__(self, units: Sequence[Unit], groups: Groups) -> None:
         self.states, self._steps, self._config = {}, 0, groups.config.subspace
@@ -155,7 +156,7 @@ class ShardedSubspace(UnitOptimizer):
         return cls(units, groups)
 
     @classmethod
-    def check_run(cls, key: str, ranks: int, is_offloaded: bool) -> None:
+    def check_run(cls, key: str, ranks: int) -> None:
         """As `UnitOptimizer.check_run`."""
         need(ranks == 1, key, cls.name, f"need 1 rank, not {ranks}, or another optimizer")
 

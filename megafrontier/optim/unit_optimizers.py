@@ -1,6 +1,6 @@
 """The optimizers of an engine's units, by the configuration's groups."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -29,7 +29,8 @@ class UnitOptimizers:
     """The optimizers of an engine's trained units.
 
     Overlapped and offloaded units are updated one by one on a stream of their own, in the order of
-    the next forward: offloaded ones in a thread of the host (Note [An offloaded step]).
+    the next forward: offloaded ones in a thread of the host (Note [An offloaded step]). Units of an
+    optimizer that may not update late are updated at once, offloaded ones by the calling thread.
 
     states: by torch's names, for each unit this rank's 1-D shard, or None if the unit's optimizer
         has no such state. `ema` is the average of the weights.
@@ -46,7 +47,12 @@ class UnitOptimizers:
         all optimizers that do not need whole matrices."""
         self._parts: list[tuple[UnitOptimizer, list[int]]] = []
         self.states: UnitStates = {}
-        self._late = {i: unit for i, unit in enumerate(units) if unit.is_late}
+        self._hosts = [unit.host for unit in units]
+        self._late = {
+            i: unit
+            for i, unit in enumerate(units)
+            if unit.is_late and OPTIMIZERS[unit.optimizer].may_update_late
+        }
         self._stream: Stream | None = None
         if self._late:
             unit = next(iter(self._late.values()))
@@ -60,7 +66,7 @@ class UnitOptimizers:
         self.observe: Observe | None = None
         """Called with the updates of the next `step`, where and when they happen. It costs a copy
         of the masters of the units that are updated at the same time."""
-        for name, indices in _divided(units):
+        for name, indices in _divided(units, self._late):
             members, kind = [units[i] for i in indices], OPTIMIZERS[name]
             if elementwise is None or kind.needs_whole_matrices:
                 optimizer = kind.make(members, groups, tensor)
@@ -97,13 +103,22 @@ class UnitOptimizers:
         if self.corrections is not None:
             corrections = torch.where(skip > 0, 1.0, self.corrections)
         values = divisor, skip, corrections
+        read: Callable[[], StepValues] = lambda: values  # noqa: E731
+        if any(self._hosts):
+            # On the host they arrive after the gradients.
+            names = ("divisor", "skip", "corrections")
+            copied = {name: value.double() for name, value in zip(names, values, strict=True)}
+            read = partial(_on_host, AsyncHostCopy(copied), values[2].shape)
         for optimizer, indices in self._parts:
             optimizer.decay_factor = decay_factor
             if indices[0] not in self._late:
                 step = partial(optimizer.step, [gradients[i] for i in indices], lr)
-                self._update(step, indices, values, self.observe)
+                is_on_host = self._hosts[indices[0]] is not None
+                self._update(step, indices, read() if is_on_host else values, self.observe)
         if self._stream is not None:
-            self._start_updates(self._stream, gradients, lr, values)
+            # Until the next step, because the stream reads them while this one goes on.
+            self._kept = values
+            self._start_updates(self._stream, gradients, lr, read)
 
     def _update(
         self,
@@ -122,6 +137,9 @@ class UnitOptimizers:
             after = [self._masters[i] for i in indices]
             observe(indices, [old.sub_(new) for old, new in zip(before, after, strict=True)])
         self._update_averages(indices, skip)
+        for i in indices:
+            if (host := self._hosts[i]) is not None:
+                host.round()
 
     def _update_averages(self, indices: Iterable[int], skip: torch.Tensor) -> None:
         if self._average:
@@ -134,17 +152,9 @@ class UnitOptimizers:
         stream: Stream,
         gradients: FlatShards,
         lr: float,
-        values: StepValues,
+        read: Callable[[], StepValues],
     ) -> None:
         """Hand the updates of the late units to the stream, first unit first."""
-        # Until the next step, because the stream reads them while this one goes on.
-        self._kept = values
-        read: Callable[[], StepValues] = lambda: values  # noqa: E731
-        if any(unit.host for unit in self._late.values()):
-            # On the host they arrive after the gradients.
-            names = ("divisor", "skip", "corrections")
-            copied = {name: value.double() for name, value in zip(names, values, strict=True)}
-            read = partial(_on_host, AsyncHostCopy(copied), values[2].shape)
         for optimizer, (i, *_) in self._parts:
             if (unit := self._late.get(i)) is not None:
                 step = partial(optimizer.step, [gradients[i]], lr)
@@ -159,8 +169,6 @@ class UnitOptimizers:
         observe: Observe | None,
     ) -> None:
         self._update(step, [index], read(), observe)
-        if (host := self._late[index].host) is not None:
-            host.round()
 
     @property
     def steps(self) -> int:
@@ -188,10 +196,10 @@ def _on_host(copy: AsyncHostCopy, shape: torch.Size) -> StepValues:
     return divisor, skip, flat[2:].view(shape)
 
 
-def _divided(units: Sequence[Unit]) -> list[tuple[str, list[int]]]:
+def _divided(units: Sequence[Unit], late: Collection[int]) -> list[tuple[str, list[int]]]:
     """The units by the name of their optimizer, and late ones each by itself."""
     found: dict[tuple[str, int | None], list[int]] = {}
     for i, unit in enumerate(units):
-        key = unit.optimizer, i if unit.is_late else None
+        key = unit.optimizer, i if i in late else None
         found.setdefault(key, []).append(i)
     return [(name, indices) for (name, _), indices in found.items()]

@@ -80,10 +80,12 @@ class _PlanRules(NamedTuple):
         return self.plan.default
 
     def of(self, spec: ParamSpec) -> StateRules:
-        """Of a parameter whose optimizer may not update late: those with an update at once."""
-        rules = self.plan.of(spec.axes)
-        may_be_late = OPTIMIZERS[self.groups.of(spec)[0]].may_update_late
-        return rules if may_be_late else replace(rules, update="at_once")
+        """Of a parameter whose optimizer may not update late, or not on the host: those with an
+        update at once."""
+        rules, kind = self.plan.of(spec.axes), OPTIMIZERS[self.groups.of(spec)[0]]
+        is_on_host = rules.update == "on_host"
+        is_possible = kind.may_be_on_host if is_on_host else kind.may_update_late
+        return rules if is_possible else replace(rules, update="at_once")
 
 
 def make_runner(config: Config, plan: RunPlan, mesh: Mesh, model: GPT, engine: Engine) -> Runner:

@@ -142,7 +142,7 @@ def rank_state_bytes(config: Config, plan: RunPlan, units: Sequence[UnitSize]) -
         place, optimizer = rules.placement.on(levels), OPTIMIZERS[name]
         shards = [numel // prod(levels.sizes[:depth]) for depth in range(len(levels.sizes) + 1)]
         own = shards[place.optimizer] * master_itemsize(config, name)
-        is_away = plan.is_offloaded and optimizer.may_update_late
+        is_away = plan.is_offloaded and optimizer.may_be_on_host
         are_masters = itemsize == 4 and place.optimizer == 0 and not is_away
         has_weights = place.has_copy and not are_masters
         total["weights"] += shards[place.backward_weights] * itemsize * has_weights

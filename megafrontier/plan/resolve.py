@@ -116,7 +116,7 @@ def resolve_plan(config: Config, ranks: int) -> RunPlan:
     experts = default if config.model.moe is None else _plan_experts(config, shape, default)
     joined = _joined(config.parallel.dispatch, machine, shape.over(("expert",)))
     plan = RunPlan(machine, shape, default, experts, division, activations, tokens, joined)
-    check_optimizers(config.optimizer, ranks, plan.is_offloaded)
+    check_optimizers(config.optimizer, ranks)
     _check_copy(plan, precision)
     return plan
 

@@ -68,11 +68,6 @@ SHARD = {
 }
 
 
-def test_muon_does_not_update_masters_on_the_host():
-    with pytest.raises(UserError, match="offload: True, need False with Muon"):
-        megafrontier.Muon(sharded(offload=True))
-
-
 @pytest.mark.parametrize(("line", "options"), SHARD.items())
 def test_what_shard_refuses(line, options):
     with pytest.raises(UserError) as refused:

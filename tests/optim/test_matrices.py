@@ -36,7 +36,7 @@ def test_matrices_change_and_nothing_else_with_more_ranks_or_more_matrices(sizes
     def body(hierarchy):
         engine = shard(Net(), [], Placement(0, 0, 0, optimizer), hierarchy)
         matrices = find_matrices(engine.units, lambda spec: len(spec.shape) == 2 and spec.shape[0])
-        owners = MatrixOwners(matrices, None, torch.float32)
+        owners = MatrixOwners(matrices, None)
         shards = [unit.master.clone() for unit in engine.units]
         computed = []
         for _ in range(2):

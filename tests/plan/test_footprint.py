@@ -32,7 +32,7 @@ ALIKE = [
     ("partition.weights_copy=false", "partition.strategy=zero3", "optimizer.ema=0.9"),
     ("model.tie_embeddings=false", "partition.wires=low"),
     ("machine.device.name=cpu", "partition.overlap_update=true", "partition.strategy=zero1"),
-    ("partition.offload.optimizer=cpu", "partition.strategy=zero2"),
+    (MUON, "partition.offload.optimizer=cpu", "partition.strategy=zero2"),
     (MUON, "partition.strategy=zero1"),
     ("parallel.tensor=pair", "parallel.pipeline=2", "model.layers=6"),
     ("parallel.expert=4", "model.moe={experts: 8, active: 2}", "partition.strategy=zero3"),

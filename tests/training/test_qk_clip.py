@@ -108,13 +108,18 @@ def _logits_of_a_step(trainer):
     ("model", "sizes", "splits", "chosen"),
     [
         ("grouped", (2, 2, 1), Splits(tensor=4), ()),
-        ("grouped", (2, 2, 1), Splits(context=2, expert=2), ("partition.strategy=zero3",)),
+        (
+            "grouped",
+            (2, 2, 1),
+            Splits(context=2, expert=2),
+            ("partition.strategy=zero3", "partition.overlap_update=true"),
+        ),
         ("latent", (2, 2, 1), Splits(tensor=2, pipeline=2), ("parallel.schedule=zero_bubble",)),
         (
             "latent",
             (2, 2, 1),
             Splits(),
-            ("partition.overlap_update=true", "train.activation_checkpointing=selective"),
+            ("partition.offload.optimizer=cpu", "train.activation_checkpointing=selective"),
         ),
     ],
 )
