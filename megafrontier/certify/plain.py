@@ -31,6 +31,7 @@ from megafrontier.model.mlp import activate
 from megafrontier.model.moe.experts import Experts
 from megafrontier.model.moe.layer import MoE
 from megafrontier.model.moe.router import Router
+from megafrontier.training.qk_clip import scaled_parameters
 
 SLOPE_DISTANCE = 0.03
 """How far the weights of a parameter move: far enough for the rounding of the loss."""
@@ -47,8 +48,6 @@ def why_no_plain_update(config: Config) -> str | None:
     """Why there is no plain formula of a model's updates; None if there is."""
     if config.model.scaling is not None:
         return "model.scaling"
-    if config.optimizer.qk_clip:
-        return "optimizer.qk_clip"
     names = {config.optimizer.name, *(group.name for group in config.optimizer.groups)}
     return "optimizer.name: lsp" if "lsp" in names else None
 
@@ -194,8 +193,9 @@ def _without_choice(model: ModelConfig) -> ModelConfig:
 
 def gap_of_updates(run: TrainedRun, config: Config) -> Gap:
     """How far a run of one process is from torch's optimizers, step by step from its own weights
-    and gradients."""
+    and gradients. Parameters that QK-clip scales are left out."""
     like = initial_weights(config)
+    scaled = scaled_parameters(config.model) if config.optimizer.qk_clip else {}
     before, found = like, [NONE]
     parameters = {name: torch.nn.Parameter(value.clone()) for name, value in like.items()}
     optimizers = _plain_optimizers(config, parameters)
@@ -212,7 +212,8 @@ def gap_of_updates(run: TrainedRun, config: Config) -> Gap:
                 group["lr"] = run.steps[step]["lr"] * group["lr_scale"]
                 group["weight_decay"] = _decay_factor(config, step - 1) * group["full_decay"]
             optimizer.step()
-        found.append(gap_of_tensors({n: p.data for n, p in parameters.items()}, after))
+        kept = {n: p.data for n, p in parameters.items() if n not in scaled}
+        found.append(gap_of_tensors(kept, {name: after[name] for name in kept}))
         before = after
     return largest(found)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from megafrontier.common.errors import need
-from megafrontier.config import Config
+from megafrontier.config import Config, ModelConfig
 from megafrontier.model.attention.base import Attention
 from megafrontier.model.attention.kinds import blocks_with_logits, kind_of
 from megafrontier.model.attention.softmax import SoftmaxAttention
@@ -23,14 +23,24 @@ from megafrontier.training.recorder import MetricRecorder
 LOG_SUMS, CLIPPED = "attention_log_sum", "clipped_heads"
 
 
-class _Rows(NamedTuple):
-    """Rows of one parameter in a unit's master."""
+class ScaledParameter(NamedTuple):
+    """A parameter whose first `rows` are scaled."""
 
     block: int
     """Among the blocks with logits."""
     kind: type[Attention]
     name: str
     """In `Attention.shrunk_rows`."""
+    rows: int
+
+
+class _Rows(NamedTuple):
+    """Rows of one parameter in a unit's master."""
+
+    block: int
+    kind: type[Attention]
+    name: str
+    """As in `ScaledParameter`."""
     rows: slice
     """Of the global parameter."""
     columns: int
@@ -80,23 +90,18 @@ class QKClip(StepMeter):
                     own = own.chunk(ranks.size)[ranks.index]
                 block.attention.largest = own
         self.labels = {LOG_SUMS: [*blocks.values()]}
-        self._rows = [self._rows_of(unit, blocks) for unit in units]
+        scaled = scaled_parameters(config.model)
+        self._rows = [self._rows_of(unit, scaled) for unit in units]
         optimizer.correct = self._scale
 
-    def _rows_of(self, unit: Unit, blocks: dict[int, str]) -> list[_Rows]:
+    def _rows_of(self, unit: Unit, parameters: dict[str, ScaledParameter]) -> list[_Rows]:
         """The rows to scale in this rank's master of a unit."""
-        config, found = self._model, []
-        scaled: dict[str, tuple[int, type[Attention], str, int]] = {}
-        for block, (number, label) in enumerate(blocks.items()):
-            kind = kind_of(config, number)
-            prefix = f"{label}.block" if label == "prediction" else label
-            for name, factors in kind.shrunk_rows(config, torch.ones(config.heads)).items():
-                scaled[f"{prefix}.attention.{name}"] = block, kind, name, len(factors)
+        found = []
         for entry, first, last, at in unit.layout.within(*unit.range):
             spec = unit.specs[entry.name]
-            if spec.name not in scaled:
+            if spec.name not in parameters:
                 continue
-            block, kind, name, rows = scaled[spec.name]
+            block, kind, name, rows = parameters[spec.name]
             start, columns = spec.box[0][0], entry.numel // entry.shape[0]
             last = min(last, (rows - start) * columns)
             if first < last:
@@ -126,3 +131,15 @@ class QKClip(StepMeter):
         is_clipped = (largest > self._limit) & largest.isfinite()
         self._optimizer.corrections = torch.where(is_clipped, self._limit / largest, 1.0)
         results[LOG_SUMS], results[CLIPPED] = largest.amax(1), is_clipped.sum(dtype=torch.float64)
+
+
+def scaled_parameters(config: ModelConfig) -> dict[str, ScaledParameter]:
+    """The parameters that QK-clip scales, by their global names."""
+    found = {}
+    for block, (number, label) in enumerate(blocks_with_logits(config).items()):
+        kind = kind_of(config, number)
+        prefix = f"{label}.block" if label == "prediction" else label
+        for name, factors in kind.shrunk_rows(config, torch.ones(config.heads)).items():
+            parameter = ScaledParameter(block, kind, name, len(factors))
+            found[f"{prefix}.attention.{name}"] = parameter
+    return found

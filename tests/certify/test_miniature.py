@@ -96,6 +96,13 @@ def test_key_heads_stay_fewer_than_tensor_ranks_and_blocks_keep_their_kinds(tmp_
 
 
 @pytest.mark.fast
+@pytest.mark.fast
+def test_qk_clip_gets_a_limit_that_the_log_sums_of_small_logits_exceed(tmp_path):
+    for given, limit in ((100, 2.0), (0, 0.0)):
+        found = of_shipped("gpt-125m", tmp_path, f"optimizer.qk_clip={given}")
+        assert {miniature.exact.optimizer.qk_clip for miniature in found} == {limit}
+
+
 def test_uneven_stages_stay_uneven(tmp_path):
     config = of_shipped("llama-175b", tmp_path, "model.layers=90", "parallel.pipeline=8")[0].config
     assert config.model.layers % config.parallel.pipeline == 1
