@@ -74,7 +74,8 @@ class OptimizerConfig:
     qk_clip: float = bounded(0.0, at_least=0)
     """QK-clip (Kimi Team 2025, arXiv:2507.20534: 100), with any optimizer: if the largest logit of
     an attention head in a step exceeds this, its queries and keys are scaled after the update, so
-    that their logits shrink to it. 0: none."""
+    that their logits shrink to it. What is measured is a log-sum-exp of logits, which is up to
+    log(keys) more. 0: none."""
     ema: float = bounded(0.0, at_least=0, below=1)
     """Also keep an exponential moving average of the weights, average = ema · average + (1 - ema) ·
     weights after each step, in fp32 and sharded as the optimizer's state. It is in the checkpoints:

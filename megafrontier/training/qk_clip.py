@@ -12,7 +12,8 @@ from megafrontier.model.attention.base import Attention
 from megafrontier.model.attention.kinds import blocks_with_logits, kind_of
 from megafrontier.model.attention.softmax import SoftmaxAttention
 from megafrontier.model.gpt import GPT
-from megafrontier.model.kernels.backends import MASKED, form_of
+from megafrontier.model.kernels.backends import MASKED, Computed, form_of, sizes_of
+from megafrontier.model.kernels.flash import returns_traced_shape
 from megafrontier.optim.unit_optimizers import UnitOptimizers
 from megafrontier.parallel.mesh import Mesh
 from megafrontier.partition.unit import Unit
@@ -78,9 +79,8 @@ class QKClip(StepMeter):
         self._limit, self._model = config.optimizer.qk_clip, config.model
         self._optimizer = optimizer
         computed = computed_with(config, mesh.world, mesh.splits.context > 1)
-        fits = "need 0 with data.document_mask on this device, whose kernel has no log-sums"
-        has_sums = form_of(config.model, computed, 0.0) is not MASKED
-        need(has_sums, "optimizer.qk_clip", f"{self._limit:g}", fits)
+        fits = "need 0 on this device, whose attention has no log-sum for each token"
+        need(_has_log_sums(config.model, computed), "optimizer.qk_clip", f"{self._limit:g}", fits)
         blocks = blocks_with_logits(config.model)
         self._largest = torch.zeros(len(blocks), config.model.heads, device=mesh.device)
         for number, block in model.numbered_blocks():
@@ -131,6 +131,13 @@ class QKClip(StepMeter):
         is_clipped = (largest > self._limit) & largest.isfinite()
         self._optimizer.corrections = torch.where(is_clipped, self._limit / largest, 1.0)
         results[LOG_SUMS], results[CLIPPED] = largest.amax(1), is_clipped.sum(dtype=torch.float64)
+
+
+def _has_log_sums(config: ModelConfig, computed: Computed) -> bool:
+    """Whether attention returns a log-sum for each token. ROCm's kernel within documents has
+    returned padded rows (`returns_traced_shape`); that of parts of sequences does not."""
+    is_usual = computed.context or returns_traced_shape(*sizes_of(config, computed))
+    return is_usual and form_of(config, computed, 0.0) is not MASKED
 
 
 def scaled_parameters(config: ModelConfig) -> dict[str, ScaledParameter]:
