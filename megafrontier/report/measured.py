@@ -18,6 +18,7 @@ BY_BLOCK = {
 def measured_rows(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Titles and a cell for each run, without titles that no run has a cell for."""
     rows = {"clipped steps": [_clipped(run) for run in runs]}
+    rows["clipped heads: last steps, most"] = [_clipped_heads(run) for run in runs]
     for name in _names(runs, "corpus_loss"):
         rows[f"corpus {name}"] = [_corpus(run, name) for run in runs]
     for kind in _names(runs, "grad_norm_kinds"):
@@ -66,6 +67,11 @@ def _last(run: Run, metric: str, name: str) -> float | None:
 def _clipped(run: Run) -> str:
     values = run.series("clipped")[1]
     return f"{sum(values) / len(values):.1%}" if values else ""
+
+
+def _clipped_heads(run: Run) -> str:
+    values = run.series("clipped_heads")[1]
+    return f"{median(values[-LAST:]):g}, {max(values):g}" if values else ""
 
 
 def _corpus(run: Run, name: str) -> str:

@@ -14,6 +14,7 @@ STEPS = [
     | {
         "step": 2,
         "clipped": True,
+        "clipped_heads": 3.0,
         "corpus_loss": {"web": 3.0, "code": 2.0},
         "grad_norm_kinds": {"matrix": 0.5, "norm": 0.25},
         "grad_norm_blocks": {"embedding": 0.1, "blocks.0": 0.2},
@@ -32,6 +33,7 @@ def test_the_rows_hold_corpora_norms_and_clipping():
     rows = measured_rows([Run("a", Path("a"), None, STEPS, []), Run("b", Path("b"), None, [], [])])
     assert rows == {
         "clipped steps": ["50.0%", ""],
+        "clipped heads: last steps, most": ["3, 3", ""],
         "corpus web": ["60 tokens, loss 3.5000", ""],
         "corpus code": ["0 tokens, loss 2.0000", ""],
         "norms of matrix: gradient, update": ["1, 0.01", ""],
