@@ -309,7 +309,8 @@ def try_configured(laboratory: Laboratory, miniature: Miniature) -> Iterator[Fin
 
 def bound_of_wires(config: Config, ranks: int) -> float:
     """The stated bound of the relative error of a gradient: the sum over all levels and formats
-    that a message crosses, and of what mixtures have besides."""
+    that a message crosses (of activations, over all borders of stages), and of what mixtures have
+    besides."""
     plan = resolve_plan(config, ranks)
     formats = [
         wire.codec.name
@@ -318,8 +319,9 @@ def bound_of_wires(config: Config, ranks: int) -> float:
         for wire in wires
         if not wire.is_delta
     ]
-    own = [plan.activations, plan.tokens]
-    formats += [codec.name for wires in own for codec in wires.codecs if codec is not None]
+    stages = plan.division.ranks * plan.division.stages_per_rank
+    for wires, times in ((plan.activations, max(stages - 1, 1)), (plan.tokens, 1)):
+        formats += times * [codec.name for codec in wires.codecs if codec is not None]
     error = PRECISION_ERRORS[config.train.precision]
     error += sum(WIRE_ERRORS.get(name, 0.0) for name in formats)
     return error + (ROUTING_ERROR if error and config.model.moe is not None else 0.0)
