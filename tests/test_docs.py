@@ -1,11 +1,14 @@
 """Links of the documentation lead somewhere, and its site can be built."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+
+from megafrontier.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -28,6 +31,23 @@ def test_links_between_pages_lead_to_files_and_headings(page):
         target = page.parent / name if name else page
         assert target.exists(), link
         assert not anchor or anchor in set(anchors(target)), link
+
+
+def test_the_recipes_text_is_the_one_of_its_published_loss(tmp_path, monkeypatch, capsys):
+    sympy = pytest.importorskip("sympy")
+    if sympy.__version__ != "1.14.0":
+        pytest.skip("another version of the text")
+    page = (ROOT / "docs" / "recipe.md").read_text()
+    script = re.findall(r"<<'END'\n(.*?)END\n", page, re.DOTALL)[0]
+    (tmp_path / "runs" / "recipe-data").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    exec(script, {})
+    published = json.loads((ROOT / "docs" / "recipe.json").read_text())
+    assert capsys.readouterr().out.strip() == published["text_sha256"]
+    assert {published["text_sha256"], published["corpus_sha256"]} <= set(page.split())
+    config = load_config("recipe-2m")
+    assert int([*published["train"]][-1]) == int([*published["valid"]][-1]) == config.train.steps
+    assert f"{published['valid'][str(config.train.steps)]:.3f}" in page
 
 
 def test_the_citation_names_the_version_and_license_of_the_package():

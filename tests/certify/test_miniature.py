@@ -25,6 +25,7 @@ SHIPPED = {
     "moe-30b-a3b": 128,
     "moe-200b": 512,
     "quickstart": 8,
+    "recipe-2m": 8,
     "moe-quickstart": 8,
     "wire-quality": 8,
 }
