@@ -1,6 +1,7 @@
 """Small real runs: a learnable corpus, a config file, and what a run left in its directory."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,7 +85,12 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
 
 
 def log(directory: Path) -> str:
-    return (directory / "log.txt").read_text()
+    return unaligned((directory / "log.txt").read_text())
+
+
+def unaligned(text: str) -> str:
+    """Lines of the form `name: text`, with one space for those that align the texts."""
+    return re.sub(r"^([a-z][a-z0-9 ]*:) +", r"\1 ", text, flags=re.MULTILINE)
 
 
 def losses(lines: Sequence[dict[str, Any]]) -> list[float]:

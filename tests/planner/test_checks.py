@@ -210,7 +210,11 @@ def test_a_dry_run_tells_the_time_between_checkpoints_if_the_machine_has_rates(
     chosen = ["checkpoint.every=9", "checkpoint.minutes=5", *["machine=frontier"] * has_rates]
     path = str(folder / "config.yaml")
     assert main(["train", path, "--nproc", "8", "--dry-run", *chosen]) == 0
-    (line,) = (x for x in capfd.readouterr().out.splitlines() if x.startswith("checkpoints: "))
+    (line,) = (
+        x
+        for x in runs.unaligned(capfd.readouterr().out).splitlines()
+        if x.startswith("checkpoints: ")
+    )
     first, _, second = line.partition(" or 9 steps")
     assert first == "checkpoints: every 5 minutes (checkpoint.minutes)"
     assert second.endswith(" (checkpoint.every), whichever comes first")
