@@ -319,8 +319,8 @@ def bound_of_wires(config: Config, ranks: int) -> float:
         for wire in wires
         if not wire.is_delta
     ]
-    stages = plan.division.ranks * plan.division.stages_per_rank
-    for wires, times in ((plan.activations, max(stages - 1, 1)), (plan.tokens, 1)):
+    borders = max(plan.division.stages - 1, 1)
+    for wires, times in ((plan.activations, borders), (plan.tokens, 1)):
         formats += times * [codec.name for codec in wires.codecs if codec is not None]
     error = PRECISION_ERRORS[config.train.precision]
     error += sum(WIRE_ERRORS.get(name, 0.0) for name in formats)

@@ -25,6 +25,11 @@ class Line(NamedTuple):
     comment: str
 
 
+SPLIT = Line("data.split", [0.99, 0.01], "the last 1 % is for validation; or give data.valid")
+MACHINE = Line("machine", "laptop", "one level of links; `megafrontier configs` lists others")
+"""Lines of each such config."""
+
+
 def write_config(
     checkpoint: Path, model: ModelConfig, has_tokenizer: bool, continued: Sequence[Line] = ()
 ) -> Path:
@@ -58,7 +63,7 @@ def write_config(
 
 _DATA = (
     Line("data.train", [], "yours to give: [{path: PREFIX}], what `prepare` wrote"),
-    Line("data.split", [0.99, 0.01], "the last 1 % is for validation; or give data.valid"),
+    SPLIT,
     Line("data.document_mask", True, "attention stays within a document or chat"),
     Line("data.packing", "best_fit", "whole documents side by side in a sequence"),
 )
@@ -82,7 +87,7 @@ def _training(count: int) -> list[Line]:
         Line("optimizer.weight_decay", 0.0, "the weights stay near the imported ones"),
         Line("schedule.name", "linear", "decay to 0 at the last step"),
         Line("schedule.warmup_fraction", 0.03, "of the steps"),
-        Line("machine", "laptop", "one level of links; `megafrontier configs` lists others"),
+        MACHINE,
     ]
 
 

@@ -1,7 +1,7 @@
 """What a run logs before its first step: warnings, and a summary of its ranks."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 import torch
@@ -126,17 +126,20 @@ def _describe_pipeline(config: Config, plan: RunPlan) -> str:
 def _warn_of_levels(plan: RunPlan) -> Iterator[str]:
     """A warning if the levels have shrunk because the ranks are few."""
     given = {name: level.size for name, level in plan.machine.levels.items() if level.size}
-    used = dict(zip(plan.levels.names, plan.levels.sizes, strict=True))
+    used = _sizes(plan.levels)
     if any(used[name] != size for name, size in given.items()):
-        holds = " x ".join(f"{name} {size}" for name, size in given.items())
         yield (
-            f"warning: machine.levels: {holds}, but {plan.levels.ranks} ranks; the levels are "
-            f"shrunk to {_sizes(plan.levels)}"
+            f"warning: machine.levels: {_joined(given)}, but {plan.levels.ranks} ranks; the levels "
+            f"are shrunk to {_joined(used)}"
         )
 
 
-def _sizes(levels: Levels) -> str:
-    return " x ".join(f"{n} {s}" for n, s in zip(levels.names, levels.sizes, strict=True))
+def _sizes(levels: Levels) -> dict[str, int]:
+    return dict(zip(levels.names, levels.sizes, strict=True))
+
+
+def _joined(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def _summarize(config: Config, plan: RunPlan, device: str) -> Iterator[str]:
@@ -147,7 +150,7 @@ def _summarize(config: Config, plan: RunPlan, device: str) -> Iterator[str]:
     levels, model, train = plan.levels, config.model, config.train
     splits = [f"{name} {size}" for name, size in asdict(plan.shape.splits).items() if size > 1]
     number = micro_batches_of(config, plan)
-    yield f"layout: {_sizes(levels)} = {levels.ranks} ranks, on {device}"
+    yield f"layout: {_joined(_sizes(levels))} = {levels.ranks} ranks, on {device}"
     count = parameter_count(model)
     numel = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
     yield f"model: {numel} parameters, {model.layers} blocks, {model.hidden} wide"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megafrontier.commands.fine_tuning import Line
+from megafrontier.commands.fine_tuning import MACHINE, SPLIT, Line
 from megafrontier.commands.megatron.arguments import ArgumentReader
 from megafrontier.config import OptimizerConfig
 
@@ -25,7 +25,7 @@ def continued(reader: ArgumentReader, step: int, optimizer: OptimizerConfig) -> 
     steps = steps if steps > step else step + MORE_STEPS
     return [
         Line("data.train", [], "yours to give: [{path: PREFIX}], Megatron's own files too"),
-        Line("data.split", [0.99, 0.01], "the last 1 % is for validation; or give data.valid"),
+        SPLIT,
         Line("data.document_mask", reader.flag("reset_attention_mask", False), "by document"),
         *_training(reader, step, steps),
         Line("optimizer.lr", optimizer.lr, "--lr"),
@@ -34,7 +34,7 @@ def continued(reader: ArgumentReader, step: int, optimizer: OptimizerConfig) -> 
         Line("optimizer.weight_decay", optimizer.weight_decay, "--weight-decay"),
         Line("optimizer.no_decay", ["norm", "bias"], "Megatron decays embeddings, too"),
         *_schedule(reader, steps),
-        Line("machine", "laptop", "one level of links; `megafrontier configs` lists others"),
+        MACHINE,
     ]
 
 

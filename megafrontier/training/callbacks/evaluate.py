@@ -133,12 +133,11 @@ class Evaluate(Callback):
 
     def _run(self, trainer: Trainer) -> None:
         """Evaluate. A request to stop breaks it off, except at the last step."""
-        batches = trainer.config.evaluate.batches
-        if trainer.valid_loader is None or batches == 0:
+        if trainer.valid_loader is None or trainer.config.evaluate.batches == 0:
             return
         trainer.engine.finish_publishing()  # counts as the step's traffic; evaluation does not
         with trainer.engine.ledger.paused():
-            found = self._losses(trainer, trainer.valid_loader, "valid_loss")
+            found = self._losses(trainer, "valid_loss")
             averaged = None if found is None else self._losses_of_average(trainer)
         if found is not None and averaged is not None:
             line = {"step": trainer.step, **found, **averaged, "tokens": trainer.tokens}
@@ -153,15 +152,15 @@ class Evaluate(Callback):
         average.add(trainer.engine)
         if len(average) < 2:
             return {}
-        assert trainer.valid_loader is not None
         with average.applied(trainer.engine):
-            found = self._losses(trainer, trainer.valid_loader, "average_valid_loss")
+            found = self._losses(trainer, "average_valid_loss")
         return None if found is None else {**found, "averaged": len(average)}
 
-    def _losses(self, trainer: Trainer, valid: Loader, key: str) -> dict[str, float] | None:
+    def _losses(self, trainer: Trainer, key: str) -> dict[str, float] | None:
         """The loss of all corpora as `key`, and of each named one; None if broken off."""
+        assert trainer.valid_loader is not None
         found = {}
-        for name, loader in {"": valid, **trainer.named_loaders}.items():
+        for name, loader in {"": trainer.valid_loader, **trainer.named_loaders}.items():
             one = evaluate(
                 trainer.runner,
                 loader,
