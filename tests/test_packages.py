@@ -46,7 +46,7 @@ def names(requirements):
 
 def run_without_extras(code, folder):
     """Run code in `folder`, where no package of an extra can be imported."""
-    absent = set.union(*map(names, EXTRAS.values())) | TRAIN_PACKAGES | {"google.protobuf", "rich"}
+    absent = set.union(*map(names, EXTRAS.values())) | TRAIN_PACKAGES | {"google.protobuf"}
     absent -= {"megafrontier", *names(PROJECT["dependencies"])}
     hook = f"import sys\nsys.modules.update(dict.fromkeys({sorted(absent)}))\n"
     line = [sys.executable, "-c", hook + code]

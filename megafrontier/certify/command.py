@@ -35,7 +35,8 @@ from megafrontier.certify.promises import (
 from megafrontier.certify.runs import ForkedBody, TrialFailed, write_corpora
 from megafrontier.certify.scale import read_scale, write_scale
 from megafrontier.certify.segments import MOST_RANKS
-from megafrontier.common.errors import need, print_error
+from megafrontier.common.errors import need
+from megafrontier.common.progress import Progress
 from megafrontier.config import Config, load_config, load_machine
 from megafrontier.launch.local import import_early
 from megafrontier.plan.footprint import GIB
@@ -74,7 +75,8 @@ def certify_command(
         ranks = nodes * ranks_per_node(load_machine(config.machine))
     need(ranks >= 1, "--nproc", ranks, "need at least 1")
     out = Path(config.run.directory) / FILE_NAME if out is None else out
-    found = certify(config, ranks, minutes, print_error, out.with_suffix(""))
+    with Progress("certify") as show:
+        found = certify(config, ranks, minutes, show, out.with_suffix(""))
     found.write(out)
     return found
 
@@ -83,14 +85,15 @@ def certify(
     config: Config,
     ranks: int,
     minutes: float | None = None,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str, float | None], None] = lambda line, done: None,
     broken: Path | None = None,
     until_broken: bool = False,
 ) -> Certificate:
     """Try every promise of a layout.
 
     minutes: begin nothing that would probably take longer; what is left out is named.
-    progress: called with a line before each run.
+    progress: called before each run with a line, and the fraction of the trials that are done
+        (None: all).
     broken: the start of the names of configurations that show a broken promise alone; None: none
         are written, and no cause is looked for.
     until_broken: stop at the first broken promise, and plan nothing: whether one is broken is all
@@ -220,7 +223,7 @@ class _Clock:
 
     begin: float
     minutes: float | None
-    progress: Callable[[str], None]
+    progress: Callable[[str, float | None], None]
     done: int = 0
     number: int = 0
 
@@ -228,8 +231,8 @@ class _Clock:
         """The progress of one trial."""
 
         def say(line: str) -> None:
-            at = f"{time.monotonic() - self.begin:.0f} s, {self.done} of {self.number}"
-            self.progress(f"certify: {at}: {what}: {line}")
+            at = f"{self.done} of {self.number} trials: {what}: {line}"
+            self.progress(at, self.done / self.number if self.done < self.number else None)
 
         return say
 

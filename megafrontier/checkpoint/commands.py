@@ -147,9 +147,10 @@ def _check_files(path: Path, manifest: Manifest) -> tuple[list[str], int]:
         check = partial(_check_shard, path, manifest)
         files = [(which, index) for which in manifest.sets for index in range(which.num_shards)]
         checked = pool.map(lambda file: check(*file), files)
-        for found, nbytes in track(f"verify {path.name}", checked, len(files), "files"):
-            problems += found
-            payload_bytes += nbytes
+        with track(f"verify {path.name}", checked, len(files), "files") as shown:
+            for found, nbytes in shown:
+                problems += found
+                payload_bytes += nbytes
     return problems, payload_bytes
 
 

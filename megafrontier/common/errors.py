@@ -82,7 +82,7 @@ class UserError(FatalError):
 
 
 TRAIN_PACKAGES = frozenset(
-    {"transformers", "datasets", "tokenizers", "sentencepiece", "pyarrow", "zstandard"}
+    {"transformers", "datasets", "tokenizers", "sentencepiece", "pyarrow", "zstandard", "rich"}
 )
 """What the extra `train` installs and commands import when they need it."""
 

@@ -5,7 +5,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Generic, Self, TypeVar
 
@@ -14,6 +14,8 @@ from megafrontier.common.signals import die_with_parent
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+_SECONDS_BETWEEN_CALLS = 0.2
 
 
 class Workers(Generic[Item, Result]):
@@ -41,8 +43,10 @@ class Workers(Generic[Item, Result]):
             process.kill()
         self._pool.shutdown(cancel_futures=True)
 
-    def map(self, items: Iterator[Item], remedy: str) -> Iterator[Result]:
-        """Yield `work(item)` of each item, in order.
+    def map(
+        self, items: Iterator[Item], remedy: str, on_wait: Callable[[], None] = lambda: None
+    ) -> Iterator[Result]:
+        """Yield `work(item)` of each item, in order. `on_wait` is called now and then meanwhile.
 
         Only a few items are pending at any time, so memory does not grow with their number. Raises
         UserError, with the `remedy`, if a worker is killed.
@@ -52,12 +56,18 @@ class Workers(Generic[Item, Result]):
             for item in items:
                 pending.append(self._pool.submit(_call, item))
                 if len(pending) >= self._max_pending:
-                    yield pending.popleft().result()
+                    yield _result(pending.popleft(), on_wait)
             while pending:
-                yield pending.popleft().result()
+                yield _result(pending.popleft(), on_wait)
         except BrokenProcessPool as error:
             line = f"a worker was killed, perhaps for want of memory; {remedy}"
             raise UserError(line) from error
+
+
+def _result(future: Future[Result], on_wait: Callable[[], None]) -> Result:
+    while not wait([future], _SECONDS_BETWEEN_CALLS).done:
+        on_wait()
+    return future.result()
 
 
 _work: Callable[[Any], Any]

@@ -78,8 +78,8 @@ def import_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     family, config = described_model(folder)
     files = _TensorFiles(folder, family)
     mappings = family.mappings(config)
-    loaded = track("import", mappings, len(mappings), "parameters")
-    weights = {mapping.name: _load(mapping, files) for mapping in loaded}
+    with track("import", mappings, len(mappings), "parameters") as shown:
+        weights = {mapping.name: _load(mapping, files) for mapping in shown}
     if config.tie_embeddings:
         files.refuse_other_head(weights["embedding.tokens.weight"])
     files.refuse_unread()
@@ -146,17 +146,18 @@ def _exported(
     own = parameter_shapes(config)
     added = with_biases.keys() - own.keys()
     mappings = family.mappings(config)
-    for mapping in track("export", mappings, len(mappings), "parameters"):
-        is_added = mapping.name in added
-        weight = torch.zeros(with_biases[mapping.name]) if is_added else weights[mapping.name]
-        tensors = list(mapping.export(weight))
-        tensors += tensors[:1] * len(mapping.copies)
-        for hf_name, tensor in zip((*mapping.hf_names, *mapping.copies), tensors, strict=True):
-            name = family.head if hf_name == HEAD else family.prefix + hf_name
-            # Copy, because safetensors refuses tensors that share memory.
-            # Biases of routers move in steps that 16 bits would round away.
-            kept = dtype if mapping.name in own or is_added else torch.float32
-            yield name, tensor.detach().to("cpu", kept, copy=True).contiguous()
+    with track("export", mappings, len(mappings), "parameters") as shown:
+        for mapping in shown:
+            is_added = mapping.name in added
+            weight = torch.zeros(with_biases[mapping.name]) if is_added else weights[mapping.name]
+            tensors = list(mapping.export(weight))
+            tensors += tensors[:1] * len(mapping.copies)
+            for hf_name, tensor in zip((*mapping.hf_names, *mapping.copies), tensors, strict=True):
+                name = family.head if hf_name == HEAD else family.prefix + hf_name
+                # Copy, because safetensors refuses tensors that share memory.
+                # Biases of routers move in steps that 16 bits would round away.
+                kept = dtype if mapping.name in own or is_added else torch.float32
+                yield name, tensor.detach().to("cpu", kept, copy=True).contiguous()
 
 
 def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:

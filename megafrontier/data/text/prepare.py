@@ -168,8 +168,7 @@ def _write(
             made.trained += int(batch.mask.sum())
             made.sample = made.sample or _shown_first(batch, batch.mask, tokenizer)
         for message in batch.messages[: max(0, _SHOWN_BAD_TEXTS - messages)]:
-            show.clear()
-            print_error(f"skipped {message}")
+            show.note(f"skipped {message}")
         messages += len(batch.messages)
         read = f"{reader.done_bytes / 1e6:.1f} of {total / 1e6:.1f} MB read"
         show(f"{read}, {writer.tokens:,} tokens", reader.done_bytes / total if total else None)

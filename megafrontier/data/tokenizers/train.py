@@ -1,7 +1,10 @@
 """Trains SentencePiece tokenizers that preserve every character of every text."""
 
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from itertools import chain
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import BinaryIO, Literal
 
 from megafrontier.common.errors import UserError
 from megafrontier.common.files import sync_file, work_folder
+from megafrontier.common.progress import Progress
 from megafrontier.data.corpus.writer import FULL_ERRORS
 from megafrontier.data.text.reader import BadText, Reader, refuse_bad
 from megafrontier.data.text.sources import find_sources
@@ -65,23 +69,27 @@ def train_tokenizer(
         raise UserError(f"--out {out}: exists and is not an empty folder; give another name")
     try:
         with work_folder(target) as folder:
-
-            def work(path: Path) -> tuple[int, int]:
-                texts, bad = read_sample(inputs, max_megabytes, key, skip_bad)
-                _train(texts, vocab_size, kind, path)
-                return sum(len(text.encode()) for text in texts), bad
-
-            # In a process of its own, because SentencePiece does not react to Ctrl-C.
-            with Workers(1, work) as pool:
-                paths = iter([folder / "trained.model"])
-                (sample,) = pool.map(paths, "try a smaller --max-megabytes")
+            texts, bad = read_sample(inputs, max_megabytes, key, skip_bad)
+            size = sum(len(text.encode()) for text in texts)
+            _train_apart(partial(_train, texts, vocab_size, kind), size, folder / "trained.model")
             SentencePieceTokenizer(folder / "trained.model").save(folder / "whole")
             (folder / "whole").rename(target)
     except OSError as error:
         if error.errno not in FULL_ERRORS:
             raise
         raise UserError(f"--out {out}: {error.strerror}") from error
-    return sample
+    return size, bad
+
+
+def _train_apart(train: Callable[[Path], None], size: int, path: Path) -> None:
+    """Train in a process of its own, because SentencePiece does not react to Ctrl-C."""
+    started = time.monotonic()
+    with Workers(1, train) as pool, Progress("tokenizer") as show:
+
+        def say() -> None:
+            show(f"training on {size / 1e6:.1f} MB of text for {time.monotonic() - started:.0f} s")
+
+        deque(pool.map(iter([path]), "try a smaller --max-megabytes", say), maxlen=0)
 
 
 def read_sample(
@@ -92,10 +100,14 @@ def read_sample(
     Raises UserError for an input that cannot be read, and for bad text unless `skip_bad`.
     """
     bad = 0
+    reader = Reader(find_sources(inputs), key)
+    total = sum(source.file_bytes for source in reader.sources)
 
     def good_texts() -> Iterator[str]:
         nonlocal bad
-        for text in Reader(find_sources(inputs), key).texts():
+        for text in reader.texts():
+            done = reader.done_bytes / total if total else None
+            show(f"{reader.done_bytes / 1e6:.1f} of {total / 1e6:.1f} MB read", done)
             if not isinstance(text, BadText):
                 yield text
             elif skip_bad:
@@ -103,7 +115,8 @@ def read_sample(
             else:
                 raise refuse_bad(text)
 
-    return _sample(good_texts(), max_megabytes * 1e6), bad
+    with Progress("tokenizer") as show:
+        return _sample(good_texts(), max_megabytes * 1e6), bad
 
 
 def _lines(texts: Sequence[str]) -> Iterator[str]:
