@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_ON_TERMINAL = 0.1
+_BAR_WIDTH = 20
 _LOST = OSError, ValueError
 """What writing raises if the terminal is gone. The work goes on."""
 
@@ -64,6 +65,7 @@ class Progress:
                 self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _draw(self, bar: "Bar", text: str, done: float | None) -> None:
+        text = text[: max(0, bar.console.width - len(self._work) - _BAR_WIDTH - 2)]
         if not bar.tasks:
             bar.add_task(self._work, text=text)
         total = None if done is None else 1.0
@@ -80,7 +82,6 @@ def _make_bar() -> "Bar | None":
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
-        from rich.table import Column
     except ModuleNotFoundError:  # the extra `train` brings it
         return None
     console = Console(stderr=True)
@@ -88,7 +89,7 @@ def _make_bar() -> "Bar | None":
         return None
     return Bar(
         TextColumn("{task.description}"),
-        BarColumn(bar_width=20, table_column=Column(min_width=20)),
+        BarColumn(_BAR_WIDTH),
         TextColumn("{task.fields[text]}", markup=False),
         console=console,
         auto_refresh=False,  # its thread would be lost in the processes that commands fork
