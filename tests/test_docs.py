@@ -71,6 +71,12 @@ def test_keys_that_answer_to_megatrons_arguments_exist():
     assert found <= keys
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_sentence_begins_with_of(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    assert not re.findall(r"(?:^\W*|[.!?:;|*]\s+|\n\n)Of .*", text)
+
+
 def test_the_site_has_all_pages_of_docs():
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     found = set(re.findall(r"'([\w/-]+\.md)'", str(site["nav"])))
@@ -93,5 +99,9 @@ def test_the_site_is_built_without_a_warning(tmp_path, monkeypatch):
     assert "Shard the state of any module over the levels of a mesh" in page
     assert ">megafrontier.shard<" in re.sub(r"</?span[^>]*>", "", page).replace("\n", "")
     assert "<li><code>placement</code>: a name" in page.replace("<p>", "").replace("\n", "")
+    pages = {at.parent.name: at.read_text() for at in tmp_path.rglob("index.html")}
+    assert "<code>model.<wbr>vocab_<wbr>size</code>" in pages["configuration"]
+    tables = [table for text in pages.values() for table in re.findall("<td.*?</td>", text, re.S)]
+    assert not [cell for cell in tables if "\\|" in cell]  # GitHub shows a bar, mkdocs both
     hosts = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)"', page)
     assert hosts == []

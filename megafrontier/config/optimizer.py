@@ -35,7 +35,7 @@ class OptimizerGroupConfig:
 
 @dataclass
 class SubspaceConfig:
-    """Of parameters with `name: lsp`."""
+    """Settings of parameters with `name: lsp`."""
 
     compression: float = bounded(4.0, at_least=1)
     """How many times fewer bytes cross between device and host than if the fp32 gradient and the
