@@ -10,7 +10,7 @@ large matrix product of the same type, measured in each round beside the others;
 fp8 is against the one in bf16. What fp8 saves, on a GPU that has it:
 
     python -m scripts.benchmarks.one_device OUT --presets 1.3B 7B-block \\
-        --variants "ours, compiled" product
+        --variants "ours, compiled" fp8 product
 
 With --minutes a long comparison ends early, and the same command goes on. litgpt and torchtitan are
 looked for in DIR, made without another torch by

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megafrontier.config import ModelConfig
+from megafrontier.config import ModelConfig, MoEConfig
 from megafrontier.data.corpus.indexed import IndexedDataset, token_dtype
 from megafrontier.data.corpus.writer import CorpusWriter, DocumentWriter
 from scripts.benchmarks.shared.child import Clock, Finished
@@ -28,6 +28,8 @@ class Preset:
     vocab_size: int
     sequence_length: int
     batch: int
+    experts: int = 0
+    """Of each block, 2 of which are active; 0: no mixture."""
 
 
 PRESETS = {
@@ -38,6 +40,7 @@ PRESETS = {
     "350M": Preset(24, 1024, 16, 32000, 2048, 16),
     "1.3B": Preset(24, 2048, 16, 32000, 2048, 8),
     "7B-block": Preset(2, 4096, 32, 32000, 4096, 4),  # a model of 7B has 32 such blocks
+    "mixture": Preset(12, 1024, 16, 32000, 2048, 8, experts=8),
     "3B": Preset(26, 3072, 24, 32000, 2048, 4),
     "7B": Preset(32, 4096, 32, 32000, 2048, 4),
     "10B": Preset(48, 4096, 32, 32000, 2048, 4),
@@ -74,6 +77,7 @@ class Setting:
             activation="swiglu",
             position="rotary",
             bias=False,
+            moe=MoEConfig(experts=size.experts) if size.experts else None,
         )
 
     @property

@@ -37,6 +37,8 @@ from scripts.benchmarks.shared.tables import markdown
 CHILD = "scripts.benchmarks.shared.child"
 TIMEOUT_SECONDS = 1800.0
 FAILED = "failed: "
+OUT_OF_TIME = "out of time: the same command goes on"
+"""Printed if turns are missing."""
 _PROGRAM = Path(sys.argv[0])
 BENCHMARK = _PROGRAM.parent.name if _PROGRAM.stem == "__main__" else _PROGRAM.stem
 """Name of the running benchmark. Results of another benchmark are refused."""
@@ -167,7 +169,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What all of these benchmarks take."""
     parser.add_argument("out", type=Path, help="folder of results.json and table.md")
     parser.add_argument("--rounds", type=at_least(1), default=5, help="turns of each variant")
-    parser.add_argument("--variants", nargs="+", help="only those with one of these in their names")
+    parser.add_argument(
+        "--variants", nargs="+", help="only these, or with one of these in their names"
+    )
     parser.add_argument("--groups", nargs="+", help="the same for groups")
     parser.add_argument(
         "--minutes", type=float, help="start no turn after so long; the same command goes on"
@@ -178,10 +182,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(tasks: Iterable[Task], arguments: argparse.Namespace) -> list[Task]:
-    """The tasks that the command line asks for. Ends the program when there are none."""
+    """The tasks that the command line asks for. A whole name is that one's alone. Raises UserError
+    if there are none."""
+    tasks = [*tasks]
+    names = {name for task in tasks for name in (task.variant, task.group)}
 
     def wanted(name: str, parts: Sequence[str] | None) -> bool:
-        return parts is None or any(part.lower() in name.lower() for part in parts)
+        return parts is None or any(
+            part == name or (part not in names and part.lower() in name.lower()) for part in parts
+        )
 
     found = [
         task
@@ -212,7 +221,7 @@ def measure(
         if results.has(task, number) or row in hopeless:
             continue
         if time.monotonic() > deadline:
-            print("out of time: the same command goes on", flush=True)
+            print(OUT_OF_TIME, flush=True)
             break
         turn = _turn(task, number, arguments.packages)
         results.add(turn)
