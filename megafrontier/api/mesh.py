@@ -49,12 +49,15 @@ def init_mesh(
     tensor, context, expert, pipeline: the splits, each a number of ranks or a level's name.
     exit_on_error: for a script that is nothing but a rank: replace `sys.excepthook`, so that from
         now on a UserError ends the process with one line and exit code 2, and any other uncaught
-        exception ends it at once, without Python's cleanup. By default no hook and no signal
-        handler is touched (but torch itself puts `[rank0]: ` before tracebacks), and exceptions
-        are the caller's.
+        exception ends it at once, without Python's cleanup.
 
     The mesh has `rank`, `device`, `levels`, and `data_rank` of `data_size`, which tell a rank its
-    part of each batch. The ranks are left at the end of the process, by `atexit`.
+    part of each batch. The process group is destroyed at exit, by `atexit`.
+
+    By default no hook, signal handler or setting of torch is touched (but torch itself puts
+    `[rank0]: ` before tracebacks), and the process is never ended: exceptions are the caller's.
+    Memory that is freed stays with the process, by the C library's `mallopt`, or by torch's
+    expandable segments on NVIDIA GPUs, where NCCL_LAUNCH_ORDER_IMPLICIT is set, too, if it is not.
 
     Raises UserError for an unknown machine, levels that do not hold the ranks or cut through a
     host, and splits that do not fit; and on a second call with other arguments.

@@ -161,11 +161,17 @@ def test_importing_the_package_does_not_import_torch():
     assert {"init_mesh", "shard", "AdamW"} <= set(dir(megafrontier))
 
 
-def test_joining_a_mesh_leaves_the_hooks_of_the_process_alone_unless_asked():
+def test_joining_a_mesh_leaves_the_process_alone_unless_asked():
     def hooks():
         handlers = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
         named = sys.excepthook, sys.unraisablehook, threading.excepthook
-        return [*named, faulthandler.is_enabled(), *handlers]
+        return [*named, faulthandler.is_enabled(), *handlers, *settings(), dict(os.environ)]
+
+    def settings():
+        yield from (torch.get_num_threads(), torch.get_num_interop_threads())
+        yield from (torch.get_default_dtype(), torch.get_default_device())
+        yield from (torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled())
+        yield from (torch.get_float32_matmul_precision(), torch.get_rng_state().tolist())
 
     def body(_mesh):
         leave_mesh()
