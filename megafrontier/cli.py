@@ -86,7 +86,12 @@ _CORPUS = _arg("--out", "corpus to write", required=True, metavar="PREFIX")
     _arg("--vocab-size", "number of token ids", type=int, required=True),
     _arg("--out", "folder to write", required=True),
     _arg("--kind", "default: bpe", choices=("bpe", "unigram"), default="bpe"),
-    _arg("--max-megabytes", "sample at most this much text; default: 500", type=float, default=500),
+    _arg(
+        "--max-megabytes",
+        "train on a sample of at most this much text; default: 500",
+        type=float,
+        default=500,
+    ),
 )
 def _tokenizer(a: argparse.Namespace) -> None:
     """Train a SentencePiece tokenizer on text, and write it and its settings into a folder."""
@@ -190,7 +195,12 @@ def _merge(a: argparse.Namespace) -> None:
         "build rank 0 without memory and without peers, and say what it needs",
         action="store_true",
     ),
-    _arg("--tokens", "with --dry-run: of a whole run, for its node-hours", type=float, metavar="T"),
+    _arg(
+        "--tokens",
+        "with --dry-run: tokens of the whole run, to print its node-hours",
+        type=float,
+        metavar="T",
+    ),
 )
 def _train(a: argparse.Namespace) -> int:
     """Train the model of a config. In a job of Slurm or torchrun, this process becomes one of the
@@ -221,7 +231,12 @@ def _train(a: argparse.Namespace) -> int:
     "predict memory and time of the layouts of a config on a number of nodes, and rank them",
     _CONFIG,
     _arg("--nodes", "number of nodes", type=int, required=True, metavar="N"),
-    _arg("--tokens", "of a whole run, for its node-hours", type=float, metavar="T"),
+    _arg(
+        "--tokens",
+        "tokens of the whole run, to print its node-hours",
+        type=float,
+        metavar="T",
+    ),
     _arg(
         "--mtbf",
         "mean time between two failures of one node, in hours: adds the best intervals of "
@@ -337,7 +352,7 @@ _SAMPLING = (
     "continue a text",
     _CHECKPOINT,
     _arg("--prompt", "text to continue; may be empty", required=True),
-    _arg("--max-new-tokens", "default: 200", type=int, default=200, metavar="N"),
+    _arg("--max-new-tokens", "tokens to add; default: 200", type=int, default=200, metavar="N"),
     *_SAMPLING,
 )
 def _generate(a: argparse.Namespace) -> None:
@@ -366,7 +381,7 @@ def _sampling(a: argparse.Namespace) -> dict[str, Any]:
     ),
     _arg("--system", "the system's turn, before all others", default="", metavar="TEXT"),
     _arg("--context", "tokens of the chat to keep; default: up to 8192", type=int, metavar="N"),
-    _arg("--max-new-tokens", "of a reply; default: 512", type=int, default=512, metavar="N"),
+    _arg("--max-new-tokens", "tokens of a reply; default: 512", type=int, default=512, metavar="N"),
     *_SAMPLING,
 )
 def _chat(a: argparse.Namespace) -> None:
@@ -412,8 +427,8 @@ def _export(a: argparse.Namespace) -> None:
 )
 def _import(a: argparse.Namespace) -> None:
     """Make a checkpoint of step 0 from a Hugging Face model, to train, evaluate or generate, and a
-    config.yaml beside it, which trains it on. Or make both of a checkpoint of Megatron core
-    (torch_dist), of its iteration if it has Adam's states."""
+    config.yaml beside it, with which training goes on. With --megatron, make both from a checkpoint
+    of Megatron core (torch_dist); if it has Adam's states, the step is its iteration."""
     fits = "need a Hugging Face model or --megatron DIR, one of both"
     need((a.model is None) != (a.megatron is None), "model", a.model or "missing", fits)
     need(
@@ -437,6 +452,8 @@ def _import(a: argparse.Namespace) -> None:
 _group(
     "checkpoint",
     "list, show, verify or average checkpoints; convert them to and from torch's (DCP)",
+    "List, show, verify or average checkpoints, or convert them to and from the format of "
+    "torch.distributed.checkpoint (DCP).",
 )
 _SAVED = _arg("path", "a run, its checkpoints folder, or one checkpoint", type=Path)
 
@@ -501,18 +518,19 @@ def _checkpoint_import(a: argparse.Namespace) -> None:
     _arg("path", "a run, or its checkpoints folder", type=Path),
     _arg("--out", "new folder to write", type=Path, required=True, metavar="DIR"),
     _arg("--last", "take the newest N", type=int, metavar="N"),
-    _arg("--steps", "take those of these steps", type=int, nargs="+", metavar="STEP"),
+    _arg("--steps", "take the checkpoints of these steps", type=int, nargs="+", metavar="STEP"),
     _arg(
         "--weights",
-        "all alike, or from the oldest on 1, 2, 3, … or their square roots; default: mean",
+        "mean: equal weights; linear: 1, 2, 3, … from the oldest to the newest; sqrt: their "
+        "square roots; default: mean",
         choices=("mean", "linear", "sqrt"),
         default="mean",
     ),
 )
 def _checkpoint_average(a: argparse.Namespace) -> None:
     """Write a checkpoint whose weights, and moving averages, are the average of those of several
-    checkpoints of a run, whatever their layouts. All else is of the newest of these. The folder can
-    be evaluated, exported and resumed from like a run."""
+    checkpoints of a run, whatever their layouts. Everything else comes from the newest of them. The
+    folder can be evaluated, exported and resumed from like a run."""
     from megafrontier.commands.average import average_command
 
     with exit_on_sigterm():
@@ -528,7 +546,7 @@ def _checkpoint_average(a: argparse.Namespace) -> None:
     _arg("--live", "serve the report, and draw it anew while runs go on", action="store_true"),
     _arg("--port", "with --live; default: 8000", type=int, default=8000, metavar="N"),
     _arg("--host", "with --live: address; default: this machine only", default="127.0.0.1"),
-    _arg("--seconds", "with --live, between drawings; default: 15", type=float, default=15.0),
+    _arg("--seconds", "with --live: time between drawings; default: 15", type=float, default=15.0),
 )
 def _report(a: argparse.Namespace) -> None:
     """Draw the loss, the throughput and the traffic of runs as pictures and one HTML page, and

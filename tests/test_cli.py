@@ -33,7 +33,7 @@ def test_every_command_explains_itself(command, capsys):
     assert end.value.code == 0
     usage, about, *_ = capsys.readouterr().out.split("\n\n")
     assert usage.startswith(f"usage: megafrontier {command}")
-    assert re.match(r"[A-Z].*\.$|list, show", about, re.DOTALL), "a sentence below the usage"
+    assert re.match(r"[A-Z].*\.$", about, re.DOTALL), "a sentence below the usage"
 
 
 def test_an_option_may_stand_before_the_action():

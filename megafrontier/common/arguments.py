@@ -76,7 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, (run, help, arguments) in _COMMANDS.items():
         group, _, last = name.rpartition(" ")
         if group not in groups:
-            added = commands.add_parser(group, help=_GROUPS[group], description=_GROUPS[group])
+            help_of_group, about = _GROUPS[group]
+            added = commands.add_parser(group, help=help_of_group, description=about)
             groups[group] = added.add_subparsers(required=True, metavar="ACTION")
         added = groups[group].add_parser(last, help=help, description=inspect.getdoc(run))
         for argument, options in arguments:
@@ -88,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 RunCommand = Callable[[argparse.Namespace], int | None]
 Argument = tuple[str, dict[str, Any]]
 _COMMANDS: dict[str, tuple[RunCommand, str, Sequence[Argument]]] = {}
-_GROUPS: dict[str, str] = {}
+_GROUPS: dict[str, tuple[str, str]] = {}
 
 
 def commands_with_overrides() -> list[str]:
@@ -111,9 +112,9 @@ def command(help: str, *arguments: Argument) -> Callable[[RunCommand], RunComman
     return add
 
 
-def group(name: str, help: str) -> None:
-    """Name a command that consists of actions."""
-    _GROUPS[name] = help
+def group(name: str, help: str, about: str) -> None:
+    """Name a command that consists of actions. `about` is what its `--help` says first."""
+    _GROUPS[name] = help, about
 
 
 def arg(name: str, help: str, **options: Any) -> Argument:

@@ -42,10 +42,16 @@ def find_config(path: str | Path) -> Path:
     """`path`, or the config that comes with the package if `path` is its name alone. Raises
     UserError if there is neither."""
     given = Path(path)
-    if given.exists():
+    if given.exists() and not given.is_dir():
         return given
     files = shipped_files()
     if str(path) not in files:
+        need(
+            not given.is_dir(),
+            str(path),
+            "a folder",
+            "need a YAML file, such as a run's config.yaml",
+        )
         names = [name for name in files if "/" not in name and name != "slurm"]
         line = f"{path}: cannot read the config: No such file{search_folder_hint(path)}"
         raise UserError(f"{line}, need a YAML file or {a_name_like(str(path), names)}")

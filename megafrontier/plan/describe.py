@@ -129,9 +129,13 @@ def _warn_of_levels(plan: RunPlan) -> Iterator[str]:
     used = _sizes(plan.levels)
     if any(used[name] != size for name, size in given.items()):
         yield (
-            f"warning: machine.levels: {_joined(given)}, but {plan.levels.ranks} ranks; the levels "
+            f"warning: machine.levels: {_joined(given)}, but {_count_ranks(plan)}; the levels "
             f"are shrunk to {_joined(used)}"
         )
+
+
+def _count_ranks(plan: RunPlan) -> str:
+    return "1 rank" if plan.levels.ranks == 1 else f"{plan.levels.ranks} ranks"
 
 
 def _sizes(levels: Levels) -> dict[str, int]:
@@ -150,7 +154,7 @@ def _summarize(config: Config, plan: RunPlan, device: str) -> Iterator[str]:
     levels, model, train = plan.levels, config.model, config.train
     splits = [f"{name} {size}" for name, size in asdict(plan.shape.splits).items() if size > 1]
     number = micro_batches_of(config, plan)
-    yield f"layout: {_joined(_sizes(levels))} = {levels.ranks} ranks, on {device}"
+    yield f"layout: {_joined(_sizes(levels))} = {_count_ranks(plan)}, on {device}"
     count = parameter_count(model)
     numel = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
     yield f"model: {numel} parameters, {model.layers} blocks, {model.hidden} wide"

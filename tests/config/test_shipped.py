@@ -67,6 +67,15 @@ def test_a_config_that_does_not_exist_is_refused_with_the_names_that_are_nearest
     assert message.count(", ") == 4, "three names"
 
 
+def test_a_folder_is_no_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my-hf").mkdir()
+    need = "my-hf: a folder, need a YAML file, such as a run's config.yaml"
+    assert refusal(load_config, "my-hf") == need
+    Path("quickstart").mkdir()
+    assert load_config("quickstart").run.name == "quickstart"
+
+
 def test_the_quickstart_runs_on_any_number_of_ranks_from_1_to_8():
     config = load_config("quickstart")
     sizes = [check_layout(config, ranks).levels.sizes for ranks in range(1, 9)]
