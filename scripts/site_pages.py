@@ -1,5 +1,5 @@
 """A hook of mkdocs: pages of the site whose files stand beside the README, where people look, and
-where keys may break in narrow tables."""
+where code in a sentence or a table may break."""
 
 import re
 from pathlib import Path
@@ -10,9 +10,9 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
-CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
-CODE = re.compile(r"<code>.*?</code>", re.DOTALL)
+CODE = re.compile(r"(?<!<pre>)(?<!<span></span>)<code>[^<]*</code>")
 BREAK = re.compile(r"(?<=\w)([._/=,-])(?=\w)")
+OPTION = re.compile(r"(?<![\w-])--?\w+")
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -24,9 +24,10 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Let code in the cells of tables break after the dots of a key, not within its words."""
+    """Let code break after the dots of a key, but not after the dashes of an option."""
 
     def breakable(code: re.Match[str]) -> str:
-        return BREAK.sub(r"\1<wbr>", code[0])
+        whole = OPTION.sub(r'<span class="option">\g<0></span>', code[0])
+        return BREAK.sub(r"\1<wbr>", whole)
 
-    return CELL.sub(lambda cell: CODE.sub(breakable, cell[0]), html)
+    return CODE.sub(breakable, html)

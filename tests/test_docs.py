@@ -97,10 +97,12 @@ def test_the_site_is_built_without_a_warning(tmp_path, monkeypatch):
     build(config)
     page = (tmp_path / "reference" / "library" / "index.html").read_text()
     assert "Shard the state of any module over the levels of a mesh" in page
-    assert ">megafrontier.shard<" in re.sub(r"</?span[^>]*>", "", page).replace("\n", "")
+    (heading,) = re.findall(r'<h2 id="megafrontier.shard".*?</h2>', page, re.S)
+    assert re.sub(r"<[^>]+>|\s|&para;", "", heading) == "megafrontier.shard"
     assert "<li><code>placement</code>: a name" in page.replace("<p>", "").replace("\n", "")
     pages = {at.parent.name: at.read_text() for at in tmp_path.rglob("index.html")}
     assert "<code>model.<wbr>vocab_<wbr>size</code>" in pages["configuration"]
+    assert '<code><span class="option">--nodes</span> 1</code>' in pages["trust"]
     tables = [table for text in pages.values() for table in re.findall("<td.*?</td>", text, re.S)]
     assert not [cell for cell in tables if "\\|" in cell]  # GitHub shows a bar, mkdocs both
     hosts = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)"', page)
