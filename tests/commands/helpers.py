@@ -23,7 +23,20 @@ def commands_of(page, heading):
     """The words of the commands in the first block of them below a heading of a page of docs."""
     text = (DOCS / page).read_text().partition(f"# {heading}\n")[2]
     block = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)[0]
-    return [shlex.split(line, comments=True) for line in block.splitlines()]
+    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert {program for program, *_ in lines} == {"megafrontier"}
+    return [words for _, *words in lines]
+
+
+def way_to_fine_tune():
+    """The commands of the page about fine-tuning, with fewer steps. Beside my-hf in the current
+    folder, the page's chats are written."""
+    chat = re.findall(r"```json\n(.*\n)```", (DOCS / "fine-tuning.md").read_text())[0]
+    Path("chats.jsonl").write_text(chat * 40)
+    made = commands_of("fine-tuning.md", "In three commands")
+    assert [words[0] for words in made] == ["import", "prepare", "train"]
+    smaller = ("--nproc", "1", "train.steps=3", "train.global_batch=8", "optimizer.lr=1e-2")
+    return [*made[:2], [*made[2], *smaller]]
 
 
 def run_command(capfd, *words):

@@ -16,21 +16,13 @@ from megafrontier.config import load_config
 from megafrontier.config.model.gpt import ModelConfig
 from megafrontier.families.hub import model_folder
 from tests import runs
-from tests.commands.helpers import DOCS, commands_of
-
-PAGE = "fine-tuning.md"
-SMALLER = ("--nproc", "1", "train.steps=3", "train.global_batch=8", "optimizer.lr=1e-2")
+from tests.commands.helpers import way_to_fine_tune
 
 
 def test_the_three_commands_of_the_page_train_a_model_that_then_talks(my_hf, monkeypatch, capfd):
-    chat = re.findall(r"```json\n(.*\n)```", (DOCS / PAGE).read_text())[0]
-    Path("chats.jsonl").write_text(chat * 40)
-    made = commands_of(PAGE, "In three commands")
-    assert len(made) == 3
     said = []
-    for program, *words in made:
-        assert program == "megafrontier"
-        assert main([*words, *SMALLER * (words[0] == "train")]) == 0
+    for words in way_to_fine_tune():
+        assert main(words) == 0
         said.append(capfd.readouterr().out)
     assert said[0] == "runs/mine/step-00000000\n"
     assert re.search(r"^trained: \d+ of \d+ tokens \(\d+%\)", said[1], re.MULTILINE)

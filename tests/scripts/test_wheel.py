@@ -1,5 +1,6 @@
 """A wheel holds all that the commands need, and finds it from any folder."""
 
+import json
 import os
 import re
 import shutil
@@ -11,9 +12,21 @@ from pathlib import Path
 import pytest
 
 from megafrontier.cli import main
+from tests import runs
+from tests.commands import conftest as fixtures
+from tests.commands.helpers import way_to_fine_tune
+from tests.commands.megatron.test_import import way_from_megatron
+
+folder, my_hf = fixtures.folder, fixtures.my_hf
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "import sys; from megafrontier.cli import main; sys.exit(main(sys.argv[1:]))"
+COMMANDS = """
+import json, sys
+from megafrontier.cli import main
+for words in json.loads(sys.argv[1]):
+    assert main(words) == 0, words
+"""
 WHERE = "import megafrontier; print(megafrontier.__file__)"
 LOAD = "from megafrontier.config import *; print(load_machine(load_config('gpt-1.3b').machine))"
 
@@ -97,6 +110,16 @@ def test_the_example_of_the_librarys_page_trains_and_goes_on_with_the_wheel_alon
     assert [step for step, _ in found[30]] == ["30"]
     (_, first), *_ = found[20]
     assert float(found[30][0][1]) < float(first)
+
+
+def test_the_pages_for_hugging_face_and_megatron_train_with_the_wheel_alone(run, my_hf):
+    ways = [*way_to_fine_tune(), *way_from_megatron()]
+    run(Path.cwd(), "-c", COMMANDS, json.dumps(ways))
+    steps = {
+        name: [line["step"] for line in runs.metrics(Path("runs") / name) if "loss" in line]
+        for name in ("mine", "7b")
+    }
+    assert steps == {"mine": [1, 2, 3], "7b": [6, 7, 8, 9]}
 
 
 def test_a_copy_is_refused_if_the_name_is_unknown_or_taken(tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import argparse
 import enum
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -185,9 +186,10 @@ RUN = {"train_iters": 9, "global_batch_size": 4, "micro_batch_size": 2, "min_lr"
        "reset_attention_mask": True}  # fmt: skip
 
 
-def test_the_commands_of_the_page_go_on_with_megatrons_run(my_hf, capfd):
-    """From an empty folder, with the corpus and the tokenizer of Megatron's run."""
-    Path("my-hf").rename("my-tokenizer")
+def way_from_megatron():
+    """The commands of the page. The corpus and the checkpoint of Megatron's run are written into
+    the current folder, and its tokenizer is that of my-hf."""
+    shutil.copytree("my-hf", "my-tokenizer")
     config = transformers.LlamaConfig(**SIZES | {"vocab_size": 280})
     _, tensors, arguments = llama_like(config, LLAMA | RUN | {"vocab_size": 280})
     arguments["padded_vocab_size"] = 284
@@ -195,8 +197,12 @@ def test_the_commands_of_the_page_go_on_with_megatrons_run(my_hf, capfd):
     Path("text.txt").write_text("a stitch in time saves nine\n" * 200)
     prepare(["text.txt"], "my-tokenizer", "corpora/pile_text_document", 1)
     made = commands_of("from-megatron.md", "Megatron's checkpoints")
-    assert [words[1] for words in made] == ["import", "train"]
-    for _, *words in made:
+    assert [words[0] for words in made] == ["import", "train"]
+    return made
+
+
+def test_the_commands_of_the_page_go_on_with_megatrons_run(my_hf, capfd):
+    for words in way_from_megatron():
         assert main(words) == 0
     run = Path("runs/7b")
     assert capfd.readouterr().out.startswith(f"{run}/step-00000005\n")
