@@ -38,13 +38,17 @@ def test_the_recipes_text_is_the_one_of_its_published_loss(tmp_path, monkeypatch
     if sympy.__version__ != "1.14.0":
         pytest.skip("another version of the text")
     page = (ROOT / "docs" / "recipe.md").read_text()
-    script = re.findall(r"<<'END'\n(.*?)END\n", page, re.DOTALL)[0]
+    make_text, make_task = re.findall(r"<<'END'\n(.*?)END\n", page, re.DOTALL)
     (tmp_path / "runs" / "recipe-data").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    exec(script, {})
+    exec(make_text, {})
     published = json.loads((ROOT / "docs" / "recipe.json").read_text())
     assert capsys.readouterr().out.strip() == published["text_sha256"]
     assert {published["text_sha256"], published["corpus_sha256"]} <= set(page.split())
+    exec(make_task, {})
+    assert capsys.readouterr().out in page
+    task = yaml.safe_load((tmp_path / "runs/recipe-data/tasks/next_line.yaml").read_text())
+    assert task["output_type"] == "multiple_choice"
     config = load_config("recipe-2m")
     assert int([*published["train"]][-1]) == int([*published["valid"]][-1]) == config.train.steps
     assert f"{published['valid'][str(config.train.steps)]:.3f}" in page
