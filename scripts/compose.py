@@ -9,8 +9,8 @@ JSON. Cases that are in the file already are not run again. The exit code is 1 i
 gap, fails or does not end.
 
 A gap is judged beside the rounding of one process (`megafrontier.certify.promises`, Note
-[Rounding]). If that is more than `MOST_ROUNDING`, because tokens go to other experts, the case
-shows nothing: it is open.
+[Rounding]). If the bound would be more than `MOST_ROUNDING`, because tokens go to other experts, a
+larger gap shows nothing: the case is open.
 """
 
 import argparse
@@ -29,18 +29,17 @@ from megafrontier.certify.certificate import Finding, worst
 from megafrontier.certify.command import computing_alone
 from megafrontier.certify.miniature import RECORDER, SAVED, STEPS, alone, exact
 from megafrontier.certify.promises import (
+    Laboratory,
     beside_rounding,
     compare_after_resume,
     compare_runs,
-    largest_gap,
     may_be_rounding,
 )
-from megafrontier.certify.runs import TrainedRun, TrialFailed, run_training, write_corpora
+from megafrontier.certify.runs import TrialFailed, write_corpora
 from megafrontier.common.errors import UserError
 from megafrontier.config import Config, config_from_dict
 from megafrontier.plan.refuse import check_layout
 
-LIMIT_SECONDS = 600.0
 MANY_TRIES = 500
 MOST_ROUNDING = 0.05
 """A larger bound would show nothing."""
@@ -187,37 +186,31 @@ def findings(
     """All that is found about a case."""
     first, second = (exact(build(values | layout["values"], folder)) for layout in layouts)
     write_corpora(first)
+    laboratory = Laboratory(folder)
     try:
-        reference = run_training(alone(first), 1, folder / "alone", LIMIT_SECONDS)
-        run = run_training(first, layouts[0]["ranks"], folder / "first", LIMIT_SECONDS)
+        reference = laboratory.alone(alone(first))
+        run = laboratory.run(first, layouts[0]["ranks"], "first layout")
         found = list(compare_runs(run, reference))
         second.checkpoint.resume = str(run.checkpoint(SAVED))
-        later = run_training(second, layouts[1]["ranks"], folder / "second", LIMIT_SECONDS)
+        later = laboratory.run(second, layouts[1]["ranks"], "second layout")
         found.append(compare_after_resume("relay", later, reference))
         if any(map(may_be_rounding, found)):
-            rounding = measure_rounding(first, reference, folder)
+            rounding = laboratory.rounding(alone(first))
             found = [judged(finding, rounding) for finding in found]
         yield from found
     except TrialFailed as error:
         yield Finding("runs end well", "broken", where=str(error))
 
 
-def measure_rounding(config: Config, reference: TrainedRun, folder: Path) -> float:
-    """The largest gap between the reference and one process with the smallest micro-batches."""
-    other = alone(config)
-    other.train.micro_batch = 1
-    run = run_training(other, 1, folder / "rounding", LIMIT_SECONDS)
-    return largest_gap(compare_runs(run, reference))
-
-
 def judged(finding: Finding, rounding: float) -> Finding:
     """A finding, beside the gap of one process to itself."""
     if not may_be_rounding(finding):
         return finding
-    if rounding > MOST_ROUNDING:
+    found = beside_rounding(finding, rounding, MOST_ROUNDING)
+    if found.status == "broken" and found.bound == MOST_ROUNDING:
         where = f"one process differs from itself by {rounding:.2g}"
-        return replace(finding, status="open", where=where)
-    return beside_rounding(finding, rounding, MOST_ROUNDING)
+        return replace(found, status="open", where=where)
+    return found
 
 
 def draw(dice: random.Random, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

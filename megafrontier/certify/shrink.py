@@ -57,7 +57,7 @@ def shrink_model(config: Config, splits: SmallSplits) -> ModelConfig:
     model.ffn_hidden = WIDTH
     model.dropout = 0.0
     # With little width, the usual deviation would leave attention without a gradient to compare.
-    model.init_std = 0.2
+    model.init, model.init_std = "gpt2", 0.2
     if model.rotary_scaling is not None:
         length = model.rotary_scaling.original_length
         model.rotary_scaling.original_length = max(1, length * LENGTH // given.sequence_length)
