@@ -46,7 +46,8 @@ LAST_BIT = 2.0**-23
 BOUND = 1e-5
 """Of relative gaps to one process, where sums have another order."""
 TIMES_ROUNDING = 4
-"""Equal rounding errors lead to unequal gaps: to 2.5 times as large ones, of 12 models."""
+"""A layout's gap was up to 2.5 times the rounding of one process, with 20 models that have gaps
+above `BOUND` (docs/trust.md)."""
 MOST_ROUNDING = 1e-4
 """A larger bound would hide faults."""
 LIMIT_SECONDS = 600.0
