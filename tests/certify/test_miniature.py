@@ -38,13 +38,14 @@ def of_shipped(name, folder, *overrides):
 
 @pytest.mark.fast
 def test_segments_divide_all_ranks_by_axis_level_and_experts():
-    config = load_config("moe-200b")
+    config = load_config("moe-200b", ["parallel.expert=16"])
     segments = segments_of(check_layout(config, 512).shape)
     assert segments == [
-        Segment("pair", "data", True, 2),
+        Segment("pair", "context", True, 2),
         Segment("node", "data", True, 4),
-        Segment("world", "data", True, 8),
-        Segment("world", "data", False, 8),
+        Segment("world", "data", True, 2),
+        Segment("world", "data", False, 4),
+        Segment("world", "pipeline", False, 8),
     ]
 
 
