@@ -4,7 +4,8 @@
 # STEPS shortens the training: STEPS=20 bash scripts/quickstart.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. scripts/venv.sh train report
+. scripts/venv.sh
+make_venv train report
 megafrontier=.venv/bin/megafrontier
 steps=${STEPS:-300}
 half=$(((steps + 1) / 2))

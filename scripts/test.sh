@@ -7,7 +7,8 @@
 #     bash scripts/test.sh tests/partition -k exact   anything else goes to pytest, in one session
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. scripts/venv.sh dev
+. scripts/venv.sh
+make_venv dev
 python=.venv/bin/python pytest=(.venv/bin/python -m pytest -rs)
 
 install_slurm() { # for tests/slurm; without root pytest says which tests it left out

@@ -1,8 +1,32 @@
 #!/usr/bin/env bash
-# Sourced by the other scripts: makes .venv with the package, the given extras and the pinned
-# versions, or does nothing when that has been done. Usage: . scripts/venv.sh EXTRA…
+# Sourced by the other scripts, for its functions.
+
+find_python() {
+    local python
+    for python in python3 python3.13 python3.12 python3.11; do
+        if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$python"
+            return
+        fi
+    done
+    echo "need Python 3.11 or newer on the PATH" >&2
+    exit 2
+}
+
+# install_into FOLDER EXTRAS CONSTRAINTS: an environment with the package and its extras, in the
+# versions that the file of constraints names.
+install_into() {
+    local python pip=("$1/bin/pip" install --quiet --disable-pip-version-check)
+    python=$(find_python)
+    "$python" -m venv "$1"
+    # torch by itself first: then nothing that depends on it can choose another build.
+    "${pip[@]}" "$(grep '^torch==' "$3")"
+    "${pip[@]}" -c "$3" -e ".[$2]"
+}
+
+# make_venv EXTRA…: .venv with the pinned versions, or nothing when that has been done.
 make_venv() {
-    local extras made versions python
+    local extras made versions
     extras=$(IFS=,; echo "$*")
     # And the folder: what pip installs has its name written in it.
     versions=$({ pwd && cat pyproject.toml constraints.txt; } | sha256sum)
@@ -17,23 +41,10 @@ make_venv() {
             return
         fi
     done
-    for python in python3 python3.13 python3.12 python3.11; do
-        if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            break
-        fi
-        python=
-    done
-    if [ -z "$python" ]; then
-        echo "need Python 3.11 or newer on the PATH" >&2
-        exit 2
-    fi
+    find_python >/dev/null
     echo "installing into .venv (extras: $extras)"
     mkdir -p .venv
     echo unfinished > .venv/.made
-    "$python" -m venv .venv
-    # torch by itself first: then nothing that depends on it can choose another build.
-    .venv/bin/pip install --quiet --disable-pip-version-check "$(grep '^torch==' constraints.txt)"
-    .venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"
+    install_into .venv "$extras" constraints.txt
     echo "$extras $versions" > .venv/.made
 }
-make_venv "$@"

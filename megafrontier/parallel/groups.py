@@ -87,7 +87,10 @@ def make_groups(
         )
 
 
-_BACKENDS: dict[str, Callable[[], str | None]] = {"cuda": lambda: None, "meta": lambda: "meta:fake"}
+_BACKENDS: dict[str, Callable[[], str | None]] = {
+    "cuda": lambda: None,
+    "meta": lambda: "cpu:fake,meta:fake",  # torch 2.10 has collectives of CPU tensors alone
+}
 """The backend of a type of device, if not gloo; None: torch's default."""
 
 

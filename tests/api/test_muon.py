@@ -8,6 +8,7 @@ import megafrontier
 from megafrontier.common.errors import UserError
 from tests.api.modules import STEPS, Regression, batch, run_script
 from tests.api.test_refusals import sharded
+from tests.torch_muon import iterations_in_fp32
 
 MUON = {"lr": 0.02, "weight_decay": 0.3, "momentum": 0.9}
 ADAMW = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.2}
@@ -39,14 +40,13 @@ def is_matrix(name, parameter):
 
 @pytest.fixture(scope="module")
 def plain():
-    """Losses and weights, with Newton–Schulz iterations in fp32 as on our CPU ranks."""
+    """Losses and weights."""
     model = Regression()
     named = dict(model.named_parameters())
     matrices = [p for name, p in named.items() if is_matrix(name, p)]
     others = [p for name, p in named.items() if not is_matrix(name, p)]
     optimizers = [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(others, **ADAMW)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    with iterations_in_fp32():
         losses = train(model, optimizers, 0) + train(model, optimizers, STEPS)
     return losses, model.state_dict()
 

@@ -13,9 +13,8 @@ def test_an_environment_that_somebody_else_made_is_left_as_it_is(tmp_path: Path)
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / ".venv").mkdir()
     script = ROOT / "scripts" / "venv.sh"
-    done = subprocess.run(
-        ["bash", script, "dev"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    line = ["bash", "-c", f"source '{script}'; make_venv dev"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith(".venv: not made by this script")
     assert not any((tmp_path / ".venv").iterdir())

@@ -28,6 +28,7 @@ from megafrontier.training.resume.compatibility import check_optimizer
 from scripts.benchmarks.shared.step_bytes import step_bytes
 from tests import runs
 from tests.ranks import make_levels, run_mesh
+from tests.torch_muon import iterations_in_fp32
 
 STEPS = 20
 MUON = "{match: 'matrix:blocks.*', name: muon, lr: 0.02, momentum: 0.9}"
@@ -87,8 +88,7 @@ def train_plain(folder, *chosen, head_rows=0):
         for optimizer, scale in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr * scale * group.get("scale", 1)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+            with iterations_in_fp32():
                 optimizer.step()
         losses.append(loss.item())
     return losses

@@ -78,7 +78,7 @@ def _copy_mask(corpus: IndexedDataset, file: BinaryIO) -> None:
 
 def copy_index(corpus: IndexedDataset, index: IndexBuilder) -> None:
     """Append the index of a corpus. Raises UserError if it is damaged."""
-    lengths = corpus.sizes * np.int64(corpus.dtype.itemsize)
+    lengths = corpus.sizes.astype(np.int64) * corpus.dtype.itemsize
     if (lengths < 0).any() or (corpus.pointers != np.cumsum(lengths) - lengths).any():
         raise corpus.damaged("sequences do not follow each other")
     if (np.diff(corpus.document_index) < 0).any():

@@ -60,7 +60,7 @@ class IndexBuilder:
         code = dtype_code(dtype)
         file.write(HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1))
         sizes = np.concatenate([np.zeros(0, np.int32), *self._sizes])
-        lengths = sizes * np.int64(dtype.itemsize)
+        lengths = sizes.astype(np.int64) * dtype.itemsize
         file.write(sizes.astype("<i4", copy=False).data)
         file.write((np.cumsum(lengths) - lengths).astype("<i8", copy=False).data)
         file.write(np.concatenate(self._documents).astype("<i8", copy=False).data)

@@ -6,7 +6,7 @@ No weights are allocated and nothing is sent, so that a laptop builds a rank of 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import cast
 
 import torch
@@ -22,7 +22,7 @@ from megafrontier.parallel.mesh import AXES, Mesh
 from megafrontier.parallel.world import World
 from megafrontier.plan.assemble import build_model
 from megafrontier.plan.resolve import RunPlan, micro_batches_of
-from megafrontier.planner.simulation.meter import Meter
+from megafrontier.planner.simulation.meter import COLLECTIVES, Meter
 from megafrontier.training.trainer import Trainer, make_trainer
 
 META = torch.device("meta")
@@ -50,6 +50,7 @@ class DryWorld(World):
 def dry_mesh(plan: RunPlan, rank: int = 0) -> Iterator[Mesh]:
     """The mesh of one rank of a plan. No process group may exist outside of the body."""
     size = plan.levels.ranks
+    _accept_meta_tensors()
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         world = DryWorld(rank, size, META)
@@ -59,6 +60,21 @@ def dry_mesh(plan: RunPlan, rank: int = 0) -> Iterator[Mesh]:
         yield mesh
     finally:
         dist.destroy_process_group()
+
+
+@cache
+def _accept_meta_tensors() -> torch.library.Library:
+    """Let collectives take meta tensors, for which torch 2.10 has no kernels.
+
+    The kernels of CPU tensors hand them to the `fake` backend. Ends with the returned library.
+    """
+    library = torch.library.Library("c10d", "IMPL")
+    cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    for name in COLLECTIVES:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "Meta"):
+            operator = getattr(torch.ops.c10d, name).default
+            library.impl(name, partial(operator.redispatch, cpu), "Meta")
+    return library
 
 
 def dry_trainer(config: Config, plan: RunPlan, mesh: Mesh, meter: Meter, most: int) -> Trainer:

@@ -357,3 +357,5 @@ _SENT: dict[str, Callable[[Any, int], float]] = {
     "send": _whole,
     "recv_": lambda args, size: 0.0,
 }
+COLLECTIVES = tuple(_SENT)
+"""The operators of c10d that a step uses, by name."""
