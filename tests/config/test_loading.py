@@ -177,7 +177,7 @@ def test_a_missing_file_a_folder_and_bytes_that_are_no_text_are_refused(tmp_path
     (tmp_path / "bad.yaml").write_bytes(b"a: \xff\xfe")
     assert "not valid YAML" in refusal(load_config, tmp_path / "bad.yaml")
     assert "No such file" in refusal(load_config, tmp_path / "gone.yaml")
-    assert "Is a directory" in refusal(load_config, tmp_path)
+    assert "a folder, need a YAML file" in refusal(load_config, tmp_path)
 
 
 def test_the_resolved_config_survives_saving(base, tmp_path):
