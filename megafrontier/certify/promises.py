@@ -76,6 +76,7 @@ class Laboratory:
     folder: Path
     progress: Callable[[str], None] = lambda line: None
     _alone: dict[str, TrainedRun] = field(default_factory=dict)
+    _rounding: dict[str, float] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=count)
 
     def run(self, config: Config, ranks: int, what: str) -> TrainedRun:
@@ -84,19 +85,22 @@ class Laboratory:
         directory = self.folder / "runs" / str(next(self._numbers))
         return run_training(config, ranks, directory, LIMIT_SECONDS)
 
-    def alone(self, config: Config, what: str = "one process") -> TrainedRun:
+    def alone(self, config: Config) -> TrainedRun:
         """The run of one process, which several miniatures may share. Raises TrialFailed."""
         if (key := repr(config)) not in self._alone:
-            self._alone[key] = self.run(config, 1, what)
+            self._alone[key] = self.run(config, 1, "one process")
         return self._alone[key]
 
     def rounding(self, config: Config) -> float:
         """The largest gap of one process to itself with perturbed initial weights (Note
         [Rounding]). Raises TrialFailed."""
-        perturbed = deepcopy(config)
-        perturbed.model.init_std *= 1 + LAST_BIT
-        run = self.alone(perturbed, "rounding of one process")
-        return largest_gap(compare_runs(run, self.alone(config)))
+        if (key := repr(config)) not in self._rounding:
+            perturbed = deepcopy(config)
+            perturbed.model.init_std *= 1 + LAST_BIT
+            run = self.run(perturbed, 1, "rounding of one process")
+            self._rounding[key] = largest_gap(compare_runs(run, self.alone(config)))
+            self.forget(run)
+        return self._rounding[key]
 
     def forget(self, run: TrainedRun) -> None:
         """Free the room of a run."""
