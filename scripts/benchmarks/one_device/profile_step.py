@@ -27,9 +27,9 @@ from megafrontier.training.step import StepResult
 from megafrontier.training.trainer import Trainer, build_trainer
 from scripts.benchmarks.one_device.kernels import FLOOR, KINDS, kind_of
 from scripts.benchmarks.one_device.ours import our_config
-from scripts.benchmarks.one_device.setting import PRESETS, Setting, make_setting, write_corpora
+from scripts.benchmarks.one_device.setting import Setting, add_setting_options, chosen_settings
 from scripts.benchmarks.shared.child import Clock, Finished, synchronise
-from scripts.benchmarks.shared.measuring import at_least, make_parser
+from scripts.benchmarks.shared.measuring import make_parser
 from scripts.benchmarks.shared.rounds import Results, Task, add_options, measure
 from scripts.benchmarks.shared.tables import markdown, spread
 
@@ -39,7 +39,6 @@ BARS = {"1.3B": 1.22, "350M": 1.25, "125M": 1.35}
 """The largest ratio of a step to its floor that we aim at, on an H100."""
 UNKNOWN = "unknown: "
 ON_GPU = torch.cuda.is_available()
-PRECISION = "bf16" if ON_GPU else "fp32"
 FUNCTION = "scripts.benchmarks.one_device.profile_step:profiled"
 
 
@@ -165,23 +164,15 @@ def main() -> None:
     parser = make_parser(__doc__)
     add_options(parser)
     parser.set_defaults(rounds=1)
-    default = ["125M", "350M", "1.3B"] if ON_GPU else ["10M"]
-    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=default)
+    add_setting_options(parser, ["125M", "350M", "1.3B"])
     parser.add_argument("--eager", action="store_true", help="do not compile the blocks")
-    parser.add_argument("--warm-up", type=at_least(1), default=5, help="steps that are not timed")
-    parser.add_argument("--steps", type=at_least(1), default=20 if ON_GPU else 4, help="timed")
     arguments = parser.parse_args()
     # On a CPU the profiler does not see into compiled code.
     compiled = ON_GPU and not arguments.eager
-    settings = [
-        make_setting(arguments.out, name, PRECISION, arguments.warm_up, arguments.steps)
-        for name in arguments.presets
-    ]
-    write_corpora(settings)
     variant = "compiled" if compiled else "eager"
     tasks = [
         Task(each.group, variant, FUNCTION, {"setting": asdict(each), "compiled": compiled})
-        for each in settings
+        for each in chosen_settings(arguments)
     ]
     measure(tasks, arguments, table)
 

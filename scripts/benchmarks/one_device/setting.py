@@ -1,6 +1,7 @@
 """What every contender of one_device trains: a GPT in Llama's style, a corpus of random ids."""
 
-from collections.abc import Iterable, Iterator
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megafrontier.config import ModelConfig, MoEConfig
 from megafrontier.data.corpus.indexed import IndexedDataset, token_dtype
 from megafrontier.data.corpus.writer import CorpusWriter, DocumentWriter
 from scripts.benchmarks.shared.child import Clock, Finished
+from scripts.benchmarks.shared.measuring import at_least
 
 LR, BETAS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
 CORPUS_TOKENS = 1 << 24
@@ -116,6 +118,27 @@ def make_setting(
         steps,
         str((out / f"corpus-{size.vocab_size}").resolve()),
     )
+
+
+def add_setting_options(parser: argparse.ArgumentParser, presets: Sequence[str]) -> None:
+    """The options of `chosen_settings`. `presets`: by default on a GPU; on a CPU 10M."""
+    on_gpu = torch.cuda.is_available()
+    default = presets if on_gpu else ["10M"]
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=default)
+    parser.add_argument("--warm-up", type=at_least(1), default=5, help="steps that are not timed")
+    parser.add_argument("--steps", type=at_least(1), default=20 if on_gpu else 4, help="timed")
+
+
+def chosen_settings(arguments: argparse.Namespace) -> list[Setting]:
+    """The settings that the command line asks for, whose corpora are written: in bf16 on a GPU, in
+    fp32 on a CPU."""
+    precision = "bf16" if torch.cuda.is_available() else "fp32"
+    settings = [
+        make_setting(arguments.out, name, precision, arguments.warm_up, arguments.steps)
+        for name in arguments.presets
+    ]
+    write_corpora(settings)
+    return settings
 
 
 def write_corpora(settings: Iterable[Setting]) -> None:

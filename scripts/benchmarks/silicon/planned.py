@@ -18,9 +18,9 @@ from megafrontier.planner.simulation.rates import DeviceRates, Rates
 from megafrontier.planner.simulation.simulate import simulate
 from megafrontier.probe.device import measure_device
 from scripts.benchmarks.one_device.ours import our_config
-from scripts.benchmarks.one_device.setting import PRESETS, Setting, make_setting, write_corpora
+from scripts.benchmarks.one_device.setting import Setting, add_setting_options, chosen_settings
 from scripts.benchmarks.shared.child import device
-from scripts.benchmarks.shared.measuring import at_least, make_parser
+from scripts.benchmarks.shared.measuring import make_parser
 from scripts.benchmarks.shared.rounds import Results, Task, add_options, group_tables, measure
 from scripts.benchmarks.shared.tables import gib, middle_of
 
@@ -69,20 +69,11 @@ def main() -> None:
     parser = make_parser(__doc__)
     add_options(parser)
     parser.set_defaults(rounds=1)
-    default = ["1.3B", "350M", "mixture"] if ON_GPU else ["10M"]
-    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=default)
-    parser.add_argument("--warm-up", type=at_least(1), default=5, help="steps that are not timed")
-    parser.add_argument("--steps", type=at_least(1), default=20 if ON_GPU else 4, help="timed")
+    add_setting_options(parser, ["1.3B", "350M", "mixture"])
     arguments = parser.parse_args()
-    precision = "bf16" if ON_GPU else "fp32"
-    settings = [
-        make_setting(arguments.out, name, precision, arguments.warm_up, arguments.steps)
-        for name in arguments.presets
-    ]
-    write_corpora(settings)
     tasks = [
         Task(each.group, name, function, {"setting": asdict(each), **options})
-        for each in settings
+        for each in chosen_settings(arguments)
         for name, (function, options) in VARIANTS.items()
         if ON_GPU or name != COMPILED
     ]
