@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from megafrontier.common.files import write_atomically
@@ -29,6 +30,7 @@ from scripts.benchmarks.silicon.sections import SECTIONS, Section
 ENDING_SECONDS = 20.0
 """A benchmark starts no turn so shortly before the end of its time."""
 SUCCEEDED, CUT = "succeeded", "out of time"
+GRACE_SECONDS = 5.0
 LINES = 40
 """Of the output of a section without a table."""
 
@@ -51,7 +53,7 @@ class Report:
         self._ended[section.name] = how
         write_atomically(self._path, json.dumps(self._ended))
         machine = f"{listed(describe_machine())}, commit {code_version()}"
-        parts = [f"## {each.name}: {self._ended.get(each.name)}\n\n{self._found(each)}"
+        parts = [f"## {each.name}: {self._ended[each.name]}\n\n{self._found(each)}"
                  for each in SECTIONS if each.name in self._ended]  # fmt: skip
         (self.out / "report.md").write_text("\n\n".join([f"# {machine}", *parts]) + "\n")
         print(f"{section.name}: {how}", flush=True)
@@ -77,13 +79,13 @@ def run(section: Section, arguments: argparse.Namespace, seconds: float) -> str:
         "MINUTES": f"{max(0.0, seconds - ENDING_SECONDS) / 60:.2f}",
         "PACKAGES": str(arguments.packages.resolve()),
     }
-    command = section.small if arguments.small else section.command
+    words = shlex.split(section.small if arguments.small else section.command)
     for name, value in values.items():
-        command = command.replace(name, value)
+        words = [word.replace(name, value) for word in words]
     begin = time.monotonic()
     with log_of(arguments.out, section).open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", *shlex.split(command)],
+            [sys.executable, "-m", *words],
             stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
         )  # fmt: skip
         try:
@@ -94,10 +96,17 @@ def run(section: Section, arguments: argparse.Namespace, seconds: float) -> str:
         except subprocess.TimeoutExpired:
             how = CUT
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            stop(process)
     return f"{how} after {time.monotonic() - begin:.0f} s"
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a section's processes, first by SIGTERM: a compiler that is killed leaves half of a file
+    in its cache, with which later sections would fail."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(GRACE_SECONDS)
 
 
 def run_all(sections: Iterable[Section], arguments: argparse.Namespace) -> None:

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import torch
 
+from megafrontier.probe.device import fastest
 from scripts.benchmarks.shared.measuring import at_least, make_parser
 from scripts.benchmarks.shared.tables import markdown
 
+GPU = torch.device("cuda")
 SIDE, BYTES = 4096, 2**30
 TILE = 4096
 """Elements that a block moves at a time."""
@@ -44,18 +45,6 @@ def copier(blocks: int) -> Callable[[], None]:
     return partial(move[(blocks,)], source, target, source.numel(), TILE)
 
 
-def seconds(run: Callable[[], None]) -> float:
-    """Median of a few runs, the device idle before and after."""
-    found = []
-    for _ in range(TIMES + 1):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        found.append(time.perf_counter() - begin)
-    return median(found[1:])
-
-
 def times(count: int, run: Callable[[], object]) -> None:
     for _ in range(count):
         run()
@@ -66,9 +55,9 @@ def measure(blocks: int) -> list[str]:
     copy, stream = copier(blocks), torch.cuda.Stream()
     a, b, out = (torch.randn(SIDE, SIDE, device="cuda").bfloat16() for _ in range(3))
     product = partial(torch.mm, a, b, out=out)
-    copy_seconds = seconds(copy)
-    products = max(1, round(SECONDS / seconds(product)))
-    alone = seconds(partial(times, products, product))
+    copy_seconds = fastest(copy, GPU)
+    products = max(1, round(SECONDS / fastest(product, GPU)))
+    alone = fastest(partial(times, products, product), GPU)
     copies = 1 + round(2 * alone / copy_seconds)
 
     def both() -> float:
@@ -82,7 +71,7 @@ def measure(blocks: int) -> list[str]:
         torch.cuda.synchronize()
         return begin.elapsed_time(end) / 1e3
 
-    beside = median(both() for _ in range(TIMES))
+    beside = min(both() for _ in range(TIMES))
     started = time.perf_counter()
     both()
     copied = copies / (time.perf_counter() - started)
